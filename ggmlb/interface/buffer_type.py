@@ -51,7 +51,19 @@ class BufferType(Unique, ABC):
         return tensor.nbytes
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether products with such a weight are faster from here; asked of extra buffer types."""
+        """Whether such a tensor is what the memory is for: a weight whose products are faster from here.
+
+        Asked of extra buffer types, which only products read (and `get_rows`, where they say so); for other
+        readers the scheduler copies the tensor, if it `is_readable`.
+        """
+        return True
+
+    def is_readable(self, tensor: Tensor) -> bool:
+        """Whether the bytes of a tensor can be read back from this memory, and so copied to another one.
+
+        False only for memory that stores it in another type. A scheduler gives such a tensor to no device
+        that would need a copy of it.
+        """
         return True
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:

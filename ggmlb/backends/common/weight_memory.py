@@ -32,10 +32,6 @@ def misplaced(
 
 
 def _lies_in(buft: BufferType, tensor: Tensor | None) -> bool:
-    """Whether a tensor lies in such memory, or is a view, not placed yet, of one that does."""
-    if tensor is None:
-        return False
-    buffer = tensor.buffer
-    if buffer is None and tensor.view_src is not None:
-        buffer = tensor.view_src.buffer
+    """Whether a tensor lies in such memory; a view lies where its source does, placed or not."""
+    buffer = None if tensor is None else (tensor.view_src or tensor).buffer
     return buffer is not None and buffer.buft is buft

@@ -6,14 +6,18 @@ per element. It is one of the CPU's extra buffer types: `get_proc_address("dev_g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 
+from ggmlb.backends.common.packed_buffer import PackedBuffer
 from ggmlb.backends.common.weight_memory import misplaced, weight_in
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
-from ggmlb.core.errors import BackendError, BoundsError, ShapeError
+from ggmlb.core.errors import BackendError, ShapeError
+from ggmlb.core.ops.spec import FLOATS
 from ggmlb.core.tensor import Ne, Tensor, same_layout
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes
@@ -27,22 +31,33 @@ CHUNK: Final = 1 << 20
 
 
 class FloatBufferType(BufferType):
-    """Host memory that stores weights as float32.
-
-    Tensors in it are contiguous, and written by whole rows. They are read by products only.
-    """
+    """Host memory that stores weights of products as float32; other tensors lie in it as they are."""
 
     def __init__(self, device: CpuDevice) -> None:
         super().__init__(device, "CPU_F32", ALIGNMENT)
 
+    def suits(self, tensor: Tensor) -> bool:
+        """Whether products read such a weight: floats of up to 32 bits, and quantised types."""
+        return tensor.dtype.is_quantized or tensor.dtype in FLOATS
+
+    def is_readable(self, tensor: Tensor) -> bool:
+        """Whether the bytes follow from the values: not those of quantised types."""
+        return not tensor.dtype.is_quantized
+
     def alloc_size(self, tensor: Tensor) -> int:
-        """Return four bytes per element."""
-        return tensor.n_elements * 4
+        """Return four bytes per element of a weight."""
+        return tensor.n_elements * 4 if self.suits(tensor) else tensor.nbytes
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
         """Float32, each matrix transposed."""
+        if not self.suits(tensor):
+            return tensor.dtype, tensor.nb
         k, m, n2, _ = tensor.ne
         return DType.F32, (4 * m, 4, 4 * k * m, 4 * k * m * n2)
+
+    def packing(self, tensor: Tensor) -> str:
+        """`_f32` for weights."""
+        return "_f32" if self.suits(tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
@@ -55,45 +70,49 @@ class FloatBufferType(BufferType):
         return FloatBuffer(self, allocate(self, nbytes))
 
 
-class FloatBuffer(HostBuffer):
-    """Weights as float32 in host memory."""
+class FloatBuffer(PackedBuffer, HostBuffer):
+    """Weights as float32 in host memory, converted by whole rows."""
 
     def _init_tensor(self, tensor: Tensor) -> None:
-        if not tensor.is_contiguous() or tensor.view_offs:
+        if self.packing(tensor) and (not tensor.is_contiguous() or tensor.view_offs):
             raise ShapeError(
                 f"{tensor.describe()}: {self.name} memory holds whole contiguous weights only, "
                 "no windows on them"
             )
 
-    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        row = tensor.dtype.row_size(tensor.ne[0])
-        first, begun = divmod(offset, row)
-        n, rest = divmod(data.size, row)
-        if begun or rest:
-            raise BoundsError(
-                f"set_tensor on {tensor.describe()}: bytes {offset} to {offset + data.size} are not whole "
-                f"rows of {row} bytes; {self.name} memory is written by rows, because it converts them"
+    def group_nbytes(self, tensor: Tensor) -> int:
+        """Size of a row [bytes]."""
+        return tensor.dtype.row_size(tensor.ne[0])
+
+    def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        for rows, columns in self._columns(tensor, data, offset):
+            values = np.empty((len(rows), tensor.ne[0]), np.float32)
+            dtypes.dequantize_into(values, rows, tensor.dtype)
+            columns[:] = values.T
+
+    def _get_groups(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        if not self.buft.is_readable(tensor):
+            raise BackendError(
+                f"get_tensor on {tensor.describe()}: {self.name} memory holds its values as float32, not the "
+                "bytes that were written; write it by whole rows, and keep the weight in CPU memory if it "
+                "must be read back"
             )
-        rows = data.reshape(n, row)
+        for rows, columns in self._columns(tensor, out, offset):
+            rows[:] = dtypes.quantize(columns.T, tensor.dtype).view(np.uint8)
+
+    def _columns(
+        self, tensor: Tensor, data: Bytes, offset: int
+    ) -> Iterator[tuple[Bytes, npt.NDArray[np.float32]]]:
+        """Yield rows of bytes, from `offset` in a weight on, some at a time, and where their values lie."""
         k, m = tensor.ne[:2]
+        rows = data.reshape(-1, self.group_nbytes(tensor))
         matrices = self._base[tensor.offset :][: tensor.n_elements * 4].view(np.float32).reshape(-1, k, m)
-        done = 0
-        while done < n:
+        first, done = offset // rows.shape[1], 0
+        while done < len(rows):
             matrix, column = divmod(first + done, m)
-            count = min(n - done, m - column, max(1, CHUNK // k))
-            values = np.empty((count, k), np.float32)
-            dtypes.dequantize_into(values, rows[done : done + count], tensor.dtype)
-            matrices[matrix, :, column : column + count] = values.T
+            count = min(len(rows) - done, m - column, max(1, CHUNK // k))
+            yield rows[done : done + count], matrices[matrix, :, column : column + count]
             done += count
-
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        raise BackendError(
-            f"get_tensor on {tensor.describe()}: {self.name} memory holds its values as float32, not the "
-            "bytes that were written; keep the weight in CPU memory if it must be read back"
-        )
-
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
 
     def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         return False  # the values have to be converted

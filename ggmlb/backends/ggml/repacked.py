@@ -57,6 +57,13 @@ class RepackedBufferType(GgmlBufferType):
         """Whether the tensor is packed, so that the device computes its products."""
         return self.group_rows(tensor) > 0
 
+    def is_readable(self, tensor: Tensor) -> bool:
+        """Whether packing, if it is packed, only moves and inverts bits."""
+        try:
+            return not self.suits(tensor) or bool(self._order(tensor))
+        except BackendError:
+            return False
+
     def packing(self, tensor: Tensor) -> str:
         """The memory's name for tensors that are packed."""
         return self.name if self.suits(tensor.view_src or tensor) else ""
@@ -99,13 +106,17 @@ class RepackedBufferType(GgmlBufferType):
         Raises:
             BackendError: Packing does more to this type than to move and invert bits.
         """
-        dtype, k, n_rows = tensor.dtype, tensor.ne[0], self.group_rows(tensor)
-        with self._lock:
-            if (dtype, k) not in self._orders:
-                self._orders[dtype, k] = self._learn(dtype, k, n_rows)
-        order = self._orders[dtype, k]
-        bits = np.unpackbits(packed.reshape(-1, n_rows * dtype.row_size(k)), axis=1)
+        order = self._order(tensor)
+        bits = np.unpackbits(packed.reshape(-1, order.bits.size // 8), axis=1)
         return np.packbits(bits[:, order.bits] ^ order.flips, axis=1).reshape(-1)
+
+    def _order(self, tensor: Tensor) -> Order:
+        """Return what packing does to a group of a weight's rows; raises as `unpack`."""
+        kind = tensor.dtype, tensor.ne[0]
+        with self._lock:
+            if kind not in self._orders:
+                self._orders[kind] = self._learn(*kind, self.group_rows(tensor))
+            return self._orders[kind]
 
     def _buffer(self, nbytes: int, handle: int) -> GgmlBuffer:
         return RepackedBuffer(self, nbytes, handle)

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class Stored(NamedTuple):
-    """A tensor in a kind of memory: size [bytes], type and strides there, packing, whether it suits."""
+    """A tensor in a kind of memory: its size [bytes], and the answers of `BufferType` there."""
 
     nbytes: int
     dtype: DType
     nb: Ne
     packing: str
     suits: bool
+    is_readable: bool
 
 
 class RayBufferType(BufferType):
@@ -63,6 +64,10 @@ class RayBufferType(BufferType):
         """Whether products with such a weight are faster from here."""
         return self.is_plain or self._of(tensor).suits
 
+    def is_readable(self, tensor: Tensor) -> bool:
+        """Whether its bytes can be read back."""
+        return self.is_plain or self._of(tensor).is_readable
+
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
         """Type and byte strides of a tensor there."""
         return (tensor.dtype, tensor.nb) if self.is_plain else self._of(tensor)[1:3]
@@ -75,8 +80,8 @@ class RayBufferType(BufferType):
         record = node_record(tensor)
         if record not in self._stored:
             found = self.device.link.ask("stores", self.device.far_name, self._number, record)
-            nbytes, dtype, nb, packing, suits = found
-            self._stored[record] = Stored(nbytes, DType.parse(dtype), tuple(nb), packing, suits)
+            nbytes, dtype, nb, *more = found
+            self._stored[record] = Stored(nbytes, DType.parse(dtype), tuple(nb), *more)
         return self._stored[record]
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:

@@ -220,10 +220,10 @@ class Node:
         return self._device(device).declines(read_node(node, self._buffer)) or ""
 
     def _do_stores(self, device: Any, memory: Any, tensor: Any) -> list[Any]:
-        """Return the size of a tensor in a kind of memory, its layout there, and whether it suits it."""
+        """Return the size of a tensor in a kind of memory, its layout there, and more answers."""
         buft, t = self._memory(device, memory), read_node(tensor, self._buffer)
         dtype, nb = buft.stored_layout(t)
-        return [buft.alloc_size(t), int(dtype), list(nb), buft.packing(t), buft.suits(t)]
+        return [buft.alloc_size(t), int(dtype), list(nb), buft.packing(t), buft.suits(t), buft.is_readable(t)]
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -388,7 +388,7 @@ def _facts_of(device: Device) -> dict[str, Any]:
                 "max_size": buft.max_size,
                 "is_plain": not any(
                     getattr(type(buft), name) is not getattr(BufferType, name)
-                    for name in ("alloc_size", "stored_layout", "packing", "suits")
+                    for name in ("alloc_size", "stored_layout", "packing", "suits", "is_readable")
                 ),
             }
             for buft in _memories(device)

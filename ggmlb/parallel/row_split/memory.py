@@ -74,6 +74,10 @@ class SplitBufferType(BufferType):
         total = sum(shares)
         self._bounds = [x / total for x in accumulate(s for _, s in having)]
 
+    def suits(self, tensor: Tensor) -> bool:
+        """Whether it is a contiguous matrix; other tensors cannot be placed here."""
+        return tensor.view_src is None and tensor.is_contiguous() and tensor.ne[2] * tensor.ne[3] == 1
+
     def _alloc_buffer(self, nbytes: int) -> SplitBuffer:
         return SplitBuffer(self, nbytes)
 
@@ -112,7 +116,7 @@ class SplitBuffer(PartedBuffer):
         self.pieces: dict[int, list[Piece]] = {}
 
     def _init_tensor(self, tensor: Tensor) -> None:
-        if tensor.view_src is not None or not tensor.is_contiguous() or tensor.ne[2] * tensor.ne[3] != 1:
+        if not self.buft.suits(tensor):
             raise ArgumentError(
                 f"{self.name} holds contiguous matrices only, not {tensor.describe()}: place it in the "
                 "memory of one device"

@@ -23,11 +23,13 @@ def declines(node: Tensor) -> str | None:
     if not are_any():
         return None
     for i, source in enumerate(node.src):
-        if source is not None and isinstance(source.buffer, SplitBuffer):
+        # A view lies where its source does, placed or not.
+        buffer = None if source is None else (source.view_src or source).buffer
+        if source is not None and isinstance(buffer, SplitBuffer):
             if node.op is not Op.MUL_MAT or i:
-                return f"src{i} lies in {source.buffer.name}, which holds the weights of mul_mat only"
+                return f"src{i} lies in {buffer.name}, which holds the weights of mul_mat only"
             if source.view_src is not None:
-                return f"src{i} is a view of a tensor in {source.buffer.name}"
+                return f"src{i} is a view of a tensor in {buffer.name}"
             if node.src[1] is not None and not node.src[1].is_contiguous():
                 return "src1 is not contiguous, but its columns are copied to several devices"
     return None

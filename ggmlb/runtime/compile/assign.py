@@ -68,11 +68,6 @@ class Rules:
             return False
         return a in self.users(self.bufts[b]) or b in self.users(self.bufts[a])
 
-    def reasons(self, node: Tensor) -> dict[str, str]:
-        """Return the reason of each backend that declines a node, by name."""
-        answers = ((b.name, b.device.declines(node)) for b in self.backends)
-        return {name: why for name, why in answers if why is not None}
-
 
 class Cause(str, Enum):
     """Why a tensor was given to a backend, with the pass that decided it."""
@@ -150,6 +145,23 @@ def readable(graph: IndexedGraph, rules: Rules, ids: Sequence[int], i: int, b: i
     return owner >= 0 and not rules.is_apart(owner, b) and b in rules.users(rules.bufts[owner])
 
 
+def refusal(graph: IndexedGraph, rules: Rules, node: int, b: int) -> str | None:
+    """Return why backend `b` cannot run a node; `None` if it can."""
+    for i, src in enumerate(graph.reads(node)) if graph.some_unreadable else ():
+        root = graph.roots[src] if src >= 0 else -1
+        buffer = graph.buffers[root] if root >= 0 else None
+        if buffer is None or b in rules.users(buffer.buft) or buffer.buft.is_readable(graph.tensors[root]):
+            continue
+        return f"src{i} lies in {buffer.name} memory, which it cannot use, and which cannot be copied"
+    return rules.backends[b].device.declines(graph.tensors[node])
+
+
+def reasons(graph: IndexedGraph, rules: Rules, node: int) -> dict[str, str]:
+    """Return the reason of each backend that cannot run a node, by name."""
+    answers = ((backend.name, refusal(graph, rules, node, b)) for b, backend in enumerate(rules.backends))
+    return {name: why for name, why in answers if why is not None}
+
+
 class _Passes:
     """The passes over one graph: each fills in some of `ids` and `causes`."""
 
@@ -164,7 +176,6 @@ class _Passes:
         self._tensors, self._computes = graph.tensors, graph.computes
         self._roots, self._bases, self._buffers = graph.roots, graph.bases, graph.buffers
         self._last = rules.last
-        self._declines = [b.device.declines for b in self.backends]
         self._supported: list[list[bool | None]] = [[None] * len(graph.tensors) for _ in self.backends]
 
     # -- questions -----------------------------------------------------------------------------
@@ -173,7 +184,7 @@ class _Passes:
         """Whether backend `b` runs the node (cached)."""
         answer = self._supported[b][node]
         if answer is None:
-            answer = self._supported[b][node] = self._declines[b](self._tensors[node]) is None
+            answer = self._supported[b][node] = refusal(self._graph, self._rules, node, b) is None
         return answer
 
     def _sources(self, node: int) -> list[int]:
@@ -203,8 +214,14 @@ class _Passes:
             if self._honour(i, wanted):
                 self._set(i, wanted, Cause.USER)
         for i, computes in enumerate(self._computes):
-            if computes and causes[i] is _PLACED:
-                ids[i] = self._owner_of_result(i)
+            if not computes or buffers[self._roots[i]] is None:
+                continue
+            is_asked = causes[i] is Cause.USER
+            if not is_asked or not self.readable(i, ids[i]):
+                owner = self._owner_of_result(i)
+                if is_asked:
+                    self._moves(i, self._roots[i], owner)
+                self._set(i, owner, _PLACED)
         for i in graph.flagged:
             is_input = ids[i] < 0 and graph.flags[i] & TensorFlag.INPUT
             if is_input and (not self._computes[i] or self.supports(self._last, i)):
@@ -221,7 +238,7 @@ class _Passes:
         if not any(self.supports(b, node) for b in range(len(self.backends))):
             return  # an error that holds what each backend says will follow
         tensor, name = self._tensors[node], self.backends[wanted].name
-        why = self._declines[wanted](tensor)
+        why = refusal(self._graph, self._rules, node, wanted)
         message = f"{tensor.describe()} cannot run on {name}, which {request}: {why}"
         if self._rules.strict:
             raise UnsupportedOpError(message, reasons={name: why or ""})
@@ -244,7 +261,7 @@ class _Passes:
         raise UnsupportedOpError(
             f"{tensor.describe()} lies in a {buffer.name} buffer, and no backend both uses that memory and "
             f"runs the op:\n{self.complaints(tensor)}\nPlace it in another buffer, or copy it first.",
-            reasons=self._rules.reasons(tensor),
+            reasons=self._reasons(tensor),
         )
 
     def from_weights(self, work: list[int]) -> None:
@@ -345,7 +362,7 @@ class _Passes:
     def pin_inplace_writers(self, work: list[int]) -> None:
         """Assign the nodes that write into a tensor, and the tensor, to one backend that runs them all."""
         ids = self.ids
-        if len({*ids} - {UNKNOWN}) < 2:
+        if len({*ids} - {UNKNOWN}) < 2 and not self.foreign:
             return
         writers: dict[int, list[int]] = {}
         for node, written in self._graph.writes.items():
@@ -367,11 +384,18 @@ class _Passes:
                 self._set(node, home, Cause.WRITES)
         for node, written in self._graph.writes.items():
             for base in written if len(written) > 1 and ids[node] >= 0 else ():
-                if not self.readable(base, ids[node]):
-                    raise GraphError(
+                if self.readable(base, ids[node]):
+                    continue
+                buffer = self._buffers[base]
+                if buffer is None and not self._computes[base]:
+                    self._set(base, ids[node], Cause.USED)
+                else:
+                    where = self.backends[ids[base]].name if buffer is None else f"{buffer.name} memory"
+                    raise UnsupportedOpError(
                         f"{self._tensors[node].describe()} on {self.backends[ids[node]].name} writes into "
-                        f"{self._tensors[base].describe()}, which lies on {self.backends[ids[base]].name}; "
-                        "place all tensors that it writes on one device"
+                        f"{self._tensors[base].describe()} on {where}; "
+                        "place all tensors that it writes on one device",
+                        reasons=self._reasons(self._tensors[node]),
                     )
 
     def _common_home(self, base: int, nodes: list[int], home: int) -> int:
@@ -386,7 +410,7 @@ class _Passes:
             f"{node.describe()} writes into {self._tensors[base].describe()}, which lies on "
             f"{self.backends[home].name}, and no device runs what computes and what writes it:\n"
             f"{self.complaints(node)}\nAdd a backend that runs them all, or write into a copy.",
-            reasons=self._rules.reasons(node),
+            reasons=self._reasons(node),
         )
 
     def _moves(self, node: int, base: int, home: int) -> None:
@@ -410,11 +434,11 @@ class _Passes:
         is_open = UNKNOWN in map(ids.__getitem__, others)
         for node in nodes if is_open else [i for i in nodes if ids[i] < 0]:
             current, base = ids[node], bases[node]
-            if current < 0 and base >= 0 and ids[base] >= 0:
-                current = ids[base]
-                self._set(node, current, _VIEW)
             if current < 0 and self._computes[node]:
                 current = self._first(node)
+            elif current < 0 and base >= 0 and ids[base] >= 0:
+                current = ids[base]
+                self._set(node, current, _VIEW)
             for src in self._sources(node) if is_open else ():
                 if ids[src] >= 0:
                     continue
@@ -443,14 +467,18 @@ class _Passes:
         raise UnsupportedOpError(
             f"no device can run {tensor.describe()}:\n{self.complaints(tensor)}\n"
             "Add a backend that runs it (the CPU runs every op, in f32), or change its operands.",
-            reasons=self._rules.reasons(tensor),
+            reasons=self._reasons(tensor),
         )
 
     # -- words ---------------------------------------------------------------------------------
 
+    def _reasons(self, node: Tensor) -> dict[str, str]:
+        """Return the reason of each backend that cannot run a node, by name."""
+        return reasons(self._graph, self._rules, self._graph.numbers[node])
+
     def complaints(self, node: Tensor) -> str:
         """Return each backend's reason to decline a node, as indented lines."""
-        return "\n".join(f"  {name}: {why}" for name, why in self._rules.reasons(node).items())
+        return "\n".join(f"  {name}: {why}" for name, why in self._reasons(node).items())
 
     def _set(self, i: int, backend: int, cause: Cause) -> None:
         self.ids[i] = backend

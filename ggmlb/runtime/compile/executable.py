@@ -18,7 +18,7 @@ from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.interface.observe import observers
-from ggmlb.runtime.compile.assign import UNKNOWN, Assignment, Cause, Rules, assign
+from ggmlb.runtime.compile.assign import UNKNOWN, Assignment, Cause, Rules, assign, reasons
 from ggmlb.runtime.compile.copies import insert_copies, with_tensors
 from ggmlb.runtime.compile.read import IndexedGraph, picker
 from ggmlb.runtime.compile.split import Split, split_graph
@@ -56,7 +56,6 @@ class Executable:
 
     Attributes:
         graph: The graph, with the tensors of the graph that is bound.
-        reasons: Returns the reason of each backend that declines a node, by name.
         requests: Backend index of the tensors whose backend the user requested, by number.
         assignment: The backends of the tensors.
         splits: The splits, in the order of execution.
@@ -80,7 +79,7 @@ class Executable:
         memories: list[int],
         n_copies: int,
     ) -> None:
-        self.graph, self.reasons, self.requests = graph, rules.reasons, requests
+        self.graph, self.requests, self._rules = graph, requests, rules
         self.assignment, self.splits = assignment, splits
         self.copied, self.memories = copied, memories
         self.buffers: list[Buffer | None] = []
@@ -112,6 +111,10 @@ class Executable:
         cause = self.assignment.causes[self.graph.numbers[node]]
         assert cause is not None
         return cause
+
+    def reasons(self, node: Tensor) -> dict[str, str]:
+        """Return the reason of each backend that cannot run a node of the bound graph, by name."""
+        return reasons(self.graph, self._rules, self.graph.numbers[node])
 
     # -- binding -------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.ops import SPECS
 from ggmlb.core.placement import are_equal, zeros_of
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Buffer
+from ggmlb.interface import Buffer, BufferType
 
 PLACE_FLAGS = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM
 """The flags that affect the placement of a tensor."""
@@ -253,6 +253,11 @@ class IndexedGraph:
         for i in self.views:
             roots[i] = self.bases[i]
         return roots
+
+    @cached_property
+    def some_unreadable(self) -> bool:
+        """Whether any memory of the user may keep tensors in another form than their bytes."""
+        return any([type(b.buft).is_readable is not BufferType.is_readable for b in self.foreign])
 
     @cached_property
     def flagged(self) -> list[int]:
