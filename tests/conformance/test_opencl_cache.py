@@ -18,7 +18,10 @@ from tests.support.gpus import OPENCL, device_fixture
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
 
-LAUNCHES = lower(Context().relu(Context().new_tensor(DType.F32, (8, 8))), Target(True, 2, 1))
+KEYS = [
+    (launch.kernel, launch.defines, launch.wg, True)
+    for launch in lower(Context().relu(Context().new_tensor(DType.F32, (8, 8))), Target(True, 2, 1))
+]
 
 
 device = device_fixture(OPENCL)
@@ -46,7 +49,7 @@ def not_pocl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(device: OpenClDevice) -> None:
-    ((_, kernel),) = Programs(device.context, device.cl_device, "x").borrow(LAUNCHES, True)
+    ((_, kernel),) = Programs(device.context, device.cl_device, "x").borrow(KEYS)
     assert kernel.function_name == "map"
 
 
@@ -105,8 +108,8 @@ def test_a_folder_that_cannot_be_written_does_no_harm(
 
 def test_two_plans_never_share_a_kernel_object(device: OpenClDevice) -> None:
     programs = Programs(device.context, device.cl_device, "x")
-    first, second = (programs.borrow(LAUNCHES * 2, True) for _ in range(2))
+    first, second = (programs.borrow(KEYS * 2) for _ in range(2))
     pointers = [kernel.int_ptr for _, kernel in (*first, *second)]
     assert len(set(pointers)) == 4
     programs.give_back(first)
-    assert {kernel.int_ptr for _, kernel in programs.borrow(LAUNCHES * 3, True)} & set(pointers[2:]) == set()
+    assert {kernel.int_ptr for _, kernel in programs.borrow(KEYS * 3)} & set(pointers[2:]) == set()

@@ -138,8 +138,9 @@ def test_a_program_is_built_quickly_and_else_as_others_are(
 
     monkeypatch.setattr(program.Programs, "_compile", compile_)
     ctx = Context()
-    launches = gpu.lower(ctx.relu(ctx.new_tensor(DType.F32, (8, 8))), gpu.Target(True, 2, 1))
-    ((_, kernel),) = program.Programs(device.context, device.cl_device, "x").borrow(launches, True)
+    (launch,) = gpu.lower(ctx.relu(ctx.new_tensor(DType.F32, (8, 8))), gpu.Target(True, 2, 1))
+    keys = [(launch.kernel, launch.defines, launch.wg, True)]
+    ((_, kernel),) = program.Programs(device.context, device.cl_device, "x").borrow(keys)
     assert kernel.function_name == "map"
     assert built == ([True] if missing == "nothing" else [True, False])
     assert not list(tmp_path.rglob("*.bin"))

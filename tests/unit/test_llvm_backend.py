@@ -17,6 +17,7 @@ from pathlib import Path
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.llvm import LlvmReg, backend_reg, table
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -27,7 +28,6 @@ from ggmlb.backends.llvm.kernels import elementwise, float_bands
 from ggmlb.backends.llvm.lowering import lower, walks
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
-from ggmlb.backends.llvm.table import Kinds
 from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend

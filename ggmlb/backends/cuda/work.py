@@ -95,7 +95,9 @@ class Binder:
             self._arena = self.use(self._backend.arena.get(self._backend, nbytes)).address
         launches = [r for part in parts for r in part.requests if isinstance(r, Launch)]
         self._backend.device.driver.prepare(launches, self._backend.device.index)
-        self.slots = self._backend.bad_indices.take(launches, self._backend)
+        args = [arg.buffer for launch in launches for arg in launch.args if isinstance(arg, Mem)]
+        records = [buffer for buffer in args if isinstance(buffer, BadIndex)]
+        self.slots = self._backend.bad_indices.take(records, self._backend)
         for part in parts:
             part.steps = [self._step(request) for request in part.requests]
             part.requests = []

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import BadIndex, Launch
+from ggmlb.backends.gpu.launch import BadIndex
 from ggmlb.core.errors import BackendError
 
 if TYPE_CHECKING:
@@ -117,13 +116,9 @@ class BadIndices:
         self._dropped: deque[Slot] = deque()
         self._n_looking = 0
 
-    def take(self, launches: Iterable[Launch], stream: SlotStream) -> PlanSlots:
-        """Allocate the slots of a plan's launches; they are released when dropped."""
-        places: dict[BadIndex, Slot] = {}
-        for launch in launches:
-            for arg in launch.args:
-                if isinstance(arg, Mem) and isinstance(arg.buffer, BadIndex):
-                    places[arg.buffer] = self._slot(arg.buffer, stream)
+    def take(self, records: Iterable[BadIndex], stream: SlotStream) -> PlanSlots:
+        """Allocate the slots of a plan's records; they are released when dropped."""
+        places = {bad: self._slot(bad, stream) for bad in dict.fromkeys(records)}
         slots = PlanSlots(places)
         weakref.finalize(slots, self._dropped.extend, tuple(places.values())).atexit = False
         return slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ggmlb.backends.common.strided import Mem
@@ -11,34 +12,42 @@ ALIGNMENT = 256
 """Alignment promised by `Scratch` [bytes]."""
 
 
+def place_pieces(pieces: Sequence[tuple[int, int, int]]) -> tuple[int, list[int]]:
+    """Return the total size of scratch [bytes], and the offset of each piece.
+
+    Args:
+        pieces: Of each piece its size [bytes], and the first and last step that use it.
+    """
+    live: defaultdict[int, list[int]] = defaultdict(list)  # the placed pieces by step
+    offsets = [0] * len(pieces)
+    total = 0
+    for number in sorted(range(len(pieces)), key=lambda i: -pieces[i][0]):
+        nbytes, first, last = pieces[number]
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        others = {other for step in range(first, last + 1) for other in live[step]}
+        at = 0
+        for start, end in sorted([(offsets[i], offsets[i] + pieces[i][0]) for i in others]):
+            if at + size <= start:
+                break
+            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+        offsets[number] = at
+        total = max(total, at + size)
+        for step in range(first, last + 1):
+            live[step].append(number)
+    return total, offsets
+
+
 def place(steps: Sequence[Iterable[Mem | int | float]]) -> tuple[int, dict[Scratch, int]]:
     """Return the total size of scratch [bytes], and the offset of each piece.
 
     Args:
         steps: The arguments of each step, in order of execution.
     """
-    first: dict[Scratch, int] = {}
-    last: dict[Scratch, int] = {}
+    uses: dict[Scratch, list[int]] = {}
     for now, args in enumerate(steps):
         for arg in args:
             buffer = getattr(arg, "buffer", None)
             if isinstance(buffer, Scratch):
-                first.setdefault(buffer, now)
-                last[buffer] = now
-    offsets: dict[Scratch, int] = {}
-    total = 0
-    for piece in sorted(first, key=lambda s: -s.nbytes):
-        size = -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
-        taken = sorted(
-            (offset, offset + other.nbytes)
-            for other, offset in offsets.items()
-            if first[other] <= last[piece] and first[piece] <= last[other]
-        )
-        at = 0
-        for start, end in taken:
-            if at + size <= start:
-                break
-            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
-        offsets[piece] = at
-        total = max(total, at + size)
-    return total, offsets
+                uses.setdefault(buffer, [now, now])[1] = now
+    total, offsets = place_pieces([(piece.nbytes, first, last) for piece, (first, last) in uses.items()])
+    return total, dict(zip(uses, offsets, strict=True))

@@ -120,6 +120,17 @@ def packed_args(kernel: Kernel) -> struct.Struct:
     return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
 
+@cache
+def offset_words(kernel: Kernel) -> tuple[int, ...]:
+    """Return where the offsets of tensors are in `packed_args`, in words of 8 bytes."""
+    layout, words = "@", list[int]()
+    for param in kernel.params:
+        if param.kind == "tensor":
+            words.append(struct.calcsize(f"{layout}0q") // 8)
+        layout += _PACKED[param.kind][1]
+    return tuple(words)
+
+
 def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
     """Declare `args_t_`, and make it the last parameter of the kernel instead of numbers."""
     members = " ".join(f"{_PACKED[p.kind][0]} {p.name};" for p in kernel.params)

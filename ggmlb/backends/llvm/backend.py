@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from ggmlb.backends.common.fusion import Group, gather
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.common.workspace import Workspace
 from ggmlb.backends.llvm.lowering import fused
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
-from ggmlb.backends.llvm.table import Kinds
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
 from ggmlb.interface import Backend, Device, GraphPlan
@@ -18,6 +18,7 @@ from ggmlb.system.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.library import Library
+    from ggmlb.backends.llvm.lowering.steps import Lowered
 
 
 class LlvmBackend(Backend):
@@ -39,7 +40,7 @@ class LlvmBackend(Backend):
         self.library = library
         self.scratch = Workspace(aligned_empty)
         self.activations = Workspace(aligned_empty)
-        self.kinds = Kinds()
+        self.kinds: Kinds[Lowered] = Kinds()
         self.pool = Pool(checked_n_threads(n_threads), library)
 
     @property

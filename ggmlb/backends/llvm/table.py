@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from itertools import chain, count
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.common.kinds import ALIGNED, Item, Operands
 from ggmlb.backends.llvm.lowering import lower
-from ggmlb.backends.llvm.lowering.steps import ALIGNED, NOTHING, NUMBER, OPERANDS, Lowered, Steps, symbol
-from ggmlb.core.enums import NO_OPS
-from ggmlb.core.placement import frozen
+from ggmlb.backends.llvm.lowering.steps import NOTHING, NUMBER, OPERANDS, Lowered, Steps, symbol
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface import Buffer
 from ggmlb.interface.host import aligned_empty
 from ggmlb.system.progress import Task
 
@@ -26,33 +24,6 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.kernels.activations import Layout
 
     Ints = npt.NDArray[np.int64]
-
-ABSENT = -1
-"""Form of an absent operand."""
-
-MAX_KINDS = 4096
-"""Most kinds of items, and forms of operands, that are kept."""
-
-
-class Kinds:
-    """The items that a stream has lowered, by their kind: op, parameters, and the forms of operands.
-
-    Attributes:
-        lowered: Steps by kind.
-        forms: Numbers of forms: layout, alignment and packing.
-        numbers: Of the forms to come; none is given twice.
-    """
-
-    def __init__(self) -> None:
-        self.lowered: dict[Hashable, Lowered] = {}
-        self.forms: dict[Hashable, int] = {}
-        self.numbers = count()
-
-    def make_room(self) -> None:
-        """Forget all if there are many."""
-        if max(len(self.lowered), len(self.forms)) > MAX_KINDS:
-            self.lowered.clear()
-            self.forms.clear()
 
 
 class Made(NamedTuple):
@@ -89,7 +60,7 @@ class Table:
     def __init__(
         self,
         backend: LlvmBackend,
-        items: Sequence[Tensor | Group],
+        items: Sequence[Item],
         task: Task,
     ) -> None:
         self._backend, self._task, self._kinds = backend, task, backend.kinds
@@ -98,86 +69,55 @@ class Table:
         self._made: Made | None = None
         self.errors = aligned_empty(64).view(np.int64)  # as the addresses of all slots are
         self.errors[:] = 0
-        operands = [_operands(item) for item in items]
-        self._read({*chain.from_iterable(operands)} - {None})
+        self._operands = operands = Operands(items, self._kinds, self._starts_of)
         found: list[Lowered] = []
         flat: list[int] = []
-        n = len(self._addresses)
-        for item, tensors in zip(items, operands, strict=True):
-            numbers = list(map(self._numbers.__getitem__, tensors))
+        n = len(operands.addresses)
+        for item, tensors in zip(items, operands.tensors, strict=True):
+            numbers = list(map(operands.numbers.__getitem__, tensors))
             found.append(self._lowered(item, tensors, numbers) if tensors else NOTHING)
             flat += (n, n + 1, n + 2, n + 3, *numbers)
         places = np.array(flat, np.int64)
-        sizes = np.array([OPERANDS + len(tensors) for tensors in operands], np.int64)
-        slots = np.array([*self._addresses, *self._memory(found)], np.int64)[places]
+        sizes = np.array([OPERANDS + len(tensors) for tensors in operands.tensors], np.int64)
+        slots = np.array([*operands.addresses, *self._memory(found)], np.int64)[places]
         self._bind(found, sizes, slots & ~ALIGNED)
         # Only what is run stays: the stream owns its plans, and must not be kept alive by them.
-        del self._backend, self._task, self._kinds, self._addresses, self._forms, self._numbers, self._starts
+        del self._backend, self._task, self._kinds, self._operands
 
-    def _read(self, tensors: Collection[Tensor | None]) -> None:
-        """Number operands, and look up where each is, and its form; an absent one is the last."""
-        placed = [t for t in tensors if t is not None and t.buffer is not None]
-        buffers = [t.buffer for t in placed]
-        self._starts = starts = self._starts_of({*buffers})
-        self._addresses = [starts[b] + t.offset for t, b in zip(placed, buffers, strict=True)]
-        packs = {b: b.packing for b in starts if b and type(b.buft).packing is not BufferType.packing}
-        packings = [packs[b](t) if b in packs else "" for t, b in zip(placed, buffers, strict=True)]
-        layouts = [t.layout for t in placed]
-        keys = zip(layouts, [a & ALIGNED for a in self._addresses], packings, strict=True)
-        self._forms = list(map(self._kinds.forms.setdefault, keys, self._kinds.numbers))
-        self._numbers: dict[Tensor | None, int] = dict(zip(placed, count()))
-        self._numbers[None] = len(placed)
-        self._forms.append(ABSENT)
-        self._addresses.append(0)
-
-    def _starts_of(self, buffers: Collection[Buffer | None]) -> dict[Buffer | None, int]:
+    def _starts_of(self, buffers: Collection[Buffer]) -> dict[Buffer, int]:
         """Return the addresses of buffers, whose memory is kept."""
-        memories = {b: b.base for b in buffers if b is not None}
+        memories = {b: b.base for b in buffers}
         self._kept += memories.values()
         return {b: int(memory.ctypes.data) for b, memory in memories.items()}
 
-    def _lowered(
-        self, item: Tensor | Group, operands: Sequence[Tensor | None], numbers: Sequence[int]
-    ) -> Lowered:
+    def _lowered(self, item: Item, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Lowered:
         """Return the steps of an item."""
-        if isinstance(item, Group):
-            nodes = item.nodes
-            what: tuple[Hashable, ...] = (
-                item.pattern, *item.parts, *[node in item.kept for node in nodes],
-                *[(node.op, len(node.src), frozen(node.params)) for node in nodes],
-            )  # fmt: skip
-        else:
-            nodes = (item,)
-            what = (item.op, frozen(item.params))
-        same: dict[int, int] = {}
-        if len({*numbers}) < len(numbers):
-            what += tuple(map(same.setdefault, numbers, count()))
-        forms = self._forms
+        operands = self._operands
+        nodes = item.nodes if isinstance(item, Group) else (item,)
         made = self._made and self._still_made(nodes, numbers)
-        kind = (what, made, *[forms[i] for i in numbers])
+        kind = (made, *operands.kind(item, numbers))
         lowered = self._kinds.lowered.get(kind)
         if lowered is None:
-            first = {t: i for i, t in reversed([*enumerate(operands)]) if t is not None}
-            symbols = {
-                t: symbol(OPERANDS + i, self._addresses[numbers[i]] & ALIGNED) for t, i in first.items()
-            }
+            first = {t: i for i, t in reversed([*enumerate(tensors)]) if t is not None}
+            addresses = operands.addresses
+            symbols = {t: symbol(OPERANDS + i, addresses[numbers[i]] & ALIGNED) for t, i in first.items()}
             steps = Steps(self._backend, self._task, symbols, made)
             lower(item, steps)
             lowered = self._kinds.lowered[kind] = steps.lowered()
         if lowered.made is not None:
             slot, layout = lowered.made
-            i, tensor = numbers[slot - OPERANDS], operands[slot - OPERANDS]
+            i, tensor = numbers[slot - OPERANDS], tensors[slot - OPERANDS]
             assert tensor is not None
-            address = self._addresses[i]
-            self._made = Made(address, forms[i], layout, address + tensor.nbytes)
+            address = operands.addresses[i]
+            self._made = Made(address, operands.forms[i], layout, address + tensor.nbytes)
         return lowered
 
     def _still_made(self, nodes: Sequence[Tensor], numbers: Sequence[int]) -> tuple[int, Layout] | None:
         """Return the slot of an item's operand whose values lie in memory as bytes, and how."""
-        made, addresses, forms = self._made, self._addresses, self._forms
+        made, addresses, forms = self._made, self._operands.addresses, self._operands.forms
         assert made is not None
         for node in nodes:
-            start = addresses[self._numbers[node]]
+            start = addresses[self._operands.numbers[node]]
             if start < made.end and made.address < start + node.nbytes:
                 self._made = None  # what they were made from is written
                 return None
@@ -221,13 +161,6 @@ class Table:
         memory = workspace.take((nbytes,), np.uint8)
         self._kept.append(memory)
         return int(memory.ctypes.data)
-
-
-def _operands(item: Tensor | Group) -> Sequence[Tensor | None]:
-    """Return the nodes of an item, each followed by its operands; nothing if it has nothing to compute."""
-    if isinstance(item, Group):
-        return [t for node in item.nodes for t in (node, *node.src)]
-    return () if item.op in NO_OPS or item.is_empty else (item, *item.src)
 
 
 def _starts(sizes: Ints) -> Ints:

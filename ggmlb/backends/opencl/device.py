@@ -9,13 +9,16 @@ import numpy.typing as npt
 import pyopencl as cl
 import pyopencl.array
 
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.gpu import MAX_WG, Target, declines
+from ggmlb.backends.gpu.kinds import Lowered
 from ggmlb.backends.opencl import pocl
 from ggmlb.backends.opencl.backend import OpenClBackend, OpenClEvent
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.backends.opencl.host import OpenClHostBufferType
 from ggmlb.backends.opencl.memory import MemoryLedger
 from ggmlb.backends.opencl.packed_buffer import OpenClPackedBufferType
+from ggmlb.backends.opencl.plan import LaunchKind
 from ggmlb.backends.opencl.program import Programs
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.core.enums import DeviceType, Op
@@ -46,6 +49,7 @@ class OpenClDevice(Device):
         context: One for all devices of the platform if possible, so that they share buffers and events.
         transfers: The queue of synchronous transfers.
         programs: Its built kernels.
+        kinds: What its streams have lowered.
         ledger: Its allocations.
         packed_buffer_type: Its memory for weights packed at upload.
     """
@@ -58,6 +62,7 @@ class OpenClDevice(Device):
         self._kind = kind_of(cl_device.type)
         self.transfers = cl.CommandQueue(context, cl_device)
         self.programs = Programs(context, cl_device, name)
+        self.kinds: Kinds[Lowered[LaunchKind]] = Kinds()
         self.ledger = MemoryLedger(cl_device.global_mem_size)
         self._buffer_type = OpenClBufferType(self)
         self._host_buffer_type = OpenClHostBufferType(self)

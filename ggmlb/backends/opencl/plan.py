@@ -3,27 +3,74 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu import BadIndex, Launch, Scratch, lower, lower_group, packed_args, place
+from ggmlb.backends.gpu import Launch, lower, lower_group, packed_args
+from ggmlb.backends.gpu.kinds import Bound
+from ggmlb.backends.gpu.scratch import place_pieces
+from ggmlb.backends.gpu.source import offset_words
+from ggmlb.backends.opencl.program import ProgramKey
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Buffer, GraphPlan
+from ggmlb.interface import GraphPlan
 from ggmlb.parallel.row_split import RowSplitProduct, is_split
 
 if TYPE_CHECKING:
     import pyopencl as cl
 
+    from ggmlb.backends.common.kinds import Item
+    from ggmlb.backends.gpu import Kernel, Target
     from ggmlb.backends.opencl.backend import OpenClBackend
     from ggmlb.backends.opencl.buffer import OpenClBuffer
 
 Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
 
-Memory = dict[BadIndex | Scratch, tuple[Buffer, int]]
-"""Buffer and offset of what a plan provides for its launches."""
+
+class LaunchKind(NamedTuple):
+    """A launch without the values of its arguments.
+
+    Attributes:
+        key: Its program.
+        global_size, local_size: Work-items in all, and of a group.
+        buffers: The operand slots of its buffers, in the order of the kernel's declaration.
+    """
+
+    key: ProgramKey
+    global_size: tuple[int, int, int]
+    local_size: tuple[int, int, int]
+    buffers: tuple[int, ...]
+
+
+class OpenClLowering(NamedTuple):
+    """Lowers items for a work split; a kernel's last argument holds all but its buffers."""
+
+    target: Target
+
+    def lower(self, item: Item) -> list[Launch]:
+        """As `Lowering.lower`."""
+        return lower_group(item, self.target) if isinstance(item, Group) else lower(item, self.target)
+
+    def step(self, launch: Launch, slots: tuple[int, ...]) -> LaunchKind:
+        """As `Lowering.step`."""
+        (x, y, z), wg = launch.groups, launch.wg
+        key = launch.kernel, launch.defines, wg, self.target.on_cpu
+        return LaunchKind(key, (x * wg, y, z), (wg, 1, 1), slots)
+
+    def block(self, launch: Launch) -> bytes:
+        """As `Lowering.block`."""
+        rest: list[float] = []
+        for arg in launch.args:
+            rest += (arg.offset, *arg.ne, *arg.nb) if isinstance(arg, Mem) else (arg,)
+        return packed_args(launch.kernel).pack(*rest)
+
+    def address_words(self, kernel: Kernel) -> Sequence[int]:
+        """As `Lowering.address_words`."""
+        return offset_words(kernel)
 
 
 class Stage(NamedTuple):
@@ -46,40 +93,37 @@ class OpenClPlan(GraphPlan):
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
-        self.stages: list[Stage] = []
-        self.steps: list[Step] = []
-        self.results: list[Tensor] = []
-        self.buffers: list[OpenClBuffer] = []
-        programs, target = backend.device.programs, backend.target
-        launches: list[Launch] = []
+        items: list[Item] = []
         products: list[tuple[int, RowSplitProduct]] = []
         for item in fuse(graph, backend.can_fuse):
             if isinstance(item, Tensor) and is_split(item) and not item.is_empty:
-                products.append((len(launches), RowSplitProduct(item, backend, backend.helpers)))
-                continue
-            made = lower_group(item, target) if isinstance(item, Group) else lower(item, target)
-            launches += made
-            self.results += [item.result if isinstance(item, Group) else item] * len(made)
-        loans = programs.borrow(launches, target.on_cpu)
+                products.append((len(items), RowSplitProduct(item, backend, backend.helpers)))
+            else:
+                items.append(item)
+        target, programs = backend.target, backend.device.programs
+        bound = Bound(items, backend.device.kinds, OpenClLowering(target), target)
+        self.results = bound.results
+        loans = programs.borrow([step.key for step in bound.steps])
         self._give_back = weakref.finalize(self, programs.give_back, loans)
-        self.slots = backend.bad_indices.take(launches, backend)
-        memory: Memory = {bad: (slot.block.buffer, slot.offset) for bad, slot in self.slots.places.items()}
-        nbytes, offsets = place([launch.args for launch in launches])
-        if nbytes:
-            scratch = backend.alloc_buffer(nbytes)
-            memory |= {piece: (scratch, offset) for piece, offset in offsets.items()}
+        self.slots = backend.bad_indices.take(bound.records, backend)
+        nbytes, offsets = place_pieces(bound.pieces)
+        records = [self.slots.places[record] for record in bound.records]
+        bound.give(
+            backend.alloc_buffer(nbytes) if nbytes else None,
+            offsets,
+            [(slot.block.buffer, slot.offset) for slot in records],
+        )
+        with cl_errors("set the arguments of kernels", device=backend.name):
+            self.steps = _with_arguments(bound, [kernel for _, kernel in loans])
         buffers: dict[int, Any] = {id(b): b for _, product in products for b in product.buffers}
-        for launch, (_, kernel) in zip(launches, loans, strict=True):
-            with cl_errors(f"set the arguments of kernel {launch.kernel.name}", device=backend.name):
-                for buffer in _set_args(kernel, launch, memory):
-                    buffers[id(buffer)] = buffer
-            x, y, z = launch.groups
-            self.steps.append((kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)))
-        self.buffers.extend(buffers.values())
+        buffers.update((id(b), b) for b in bound.memory if b is not None)
+        self.buffers: list[OpenClBuffer] = list(buffers.values())
+        ends = [0, *accumulate(bound.n_steps)]
+        self.stages: list[Stage] = []
         start = 0
-        for end, product in products:
-            self.stages.append(Stage(self.steps[start:end], product))
-            start = end
+        for number, product in products:
+            self.stages.append(Stage(self.steps[start : ends[number]], product))
+            start = ends[number]
         self.stages.append(Stage(self.steps[start:], None))
 
     def name_of(self, step: int) -> str:
@@ -95,30 +139,21 @@ class OpenClPlan(GraphPlan):
         self._give_back()
 
 
-def _set_args(kernel: cl.Kernel, launch: Launch, memory: Memory) -> list[Buffer]:
-    """Set a launch's arguments in the order of the kernel's declaration; return the buffers.
+def _with_arguments(bound: Bound[LaunchKind], kernels: Sequence[cl.Kernel]) -> list[Step]:
+    """Set the arguments of kernel objects; return the steps.
 
     Arguments are set by index as bytes: PyOpenCL's typed setter generates Python code per kernel object,
     which takes milliseconds.
-
-    Args:
-        kernel: Its kernel object.
-        launch: The launch.
-        memory: The memory that the plan provides.
     """
-    buffers: list[Buffer] = []
-    rest: list[float] = []
-    for arg in launch.args:
-        if not isinstance(arg, Mem):
-            rest.append(arg)
-            continue
-        buffer, offset = arg.buffer, arg.offset
-        if isinstance(buffer, (BadIndex, Scratch)):
-            buffer, start = memory[buffer]
-            offset += start
-        assert isinstance(buffer, Buffer)
-        kernel.set_arg(len(buffers), buffer.base)
-        buffers.append(buffer)
-        rest += (offset, *arg.ne, *arg.nb)
-    kernel.set_arg(len(buffers), packed_args(launch.kernel).pack(*rest))
-    return buffers
+    values, starts = bound.blocks()
+    block = values.data.cast("B")
+    memory, firsts = bound.slot_memory()
+    bases = [None if buffer is None else buffer.base for buffer in memory]
+    steps: list[Step] = []
+    ends = starts[1:]
+    for kernel, step, first, start, end in zip(kernels, bound.steps, firsts, starts, ends, strict=False):
+        for i, slot in enumerate(step.buffers):
+            kernel.set_arg(i, bases[first + slot])
+        kernel.set_arg(len(step.buffers), block[start:end])
+        steps.append((kernel, step.global_size, step.local_size))
+    return steps

@@ -15,13 +15,15 @@ from typing import Any
 
 import pyopencl as cl
 
-from ggmlb.backends.gpu import Defines, Kernel, Launch, source
+from ggmlb.backends.gpu import Defines, Kernel, source
 from ggmlb.backends.opencl import pocl
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.system import disk_cache, progress
 
-_Key = tuple[Kernel, Defines, int, bool]
-Loan = tuple[_Key, "cl.Kernel"]
+ProgramKey = tuple[Kernel, Defines, int, bool]
+"""Kernel, macros, work-items of a group, and whether they run on a processor."""
+
+Loan = tuple[ProgramKey, "cl.Kernel"]
 
 
 class Entry:
@@ -64,12 +66,11 @@ class Programs:
         self._name = name
         self._is_pocl = pocl.is_pocl(device.platform)
         self._building = threading.Lock()
-        self._built: dict[_Key, cl.Program] = {}
-        self._idle: dict[_Key, list[cl.Kernel]] = {}
+        self._built: dict[ProgramKey, cl.Program] = {}
+        self._idle: dict[ProgramKey, list[cl.Kernel]] = {}
 
-    def borrow(self, launches: Sequence[Launch], on_cpu: bool) -> list[Loan]:
-        """Return for each launch the key for `give_back`, and an exclusive kernel object."""
-        keys = [(launch.kernel, launch.defines, launch.wg, on_cpu) for launch in launches]
+    def borrow(self, keys: Sequence[ProgramKey]) -> list[Loan]:
+        """Return for each key a loan for `give_back`, with an exclusive kernel object."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._built]
         if missing:
             self._build_all(missing)
@@ -81,14 +82,14 @@ class Programs:
             self._idle.setdefault(key, []).append(kernel)
         loans.clear()
 
-    def _kernel(self, key: _Key) -> cl.Kernel:
+    def _kernel(self, key: ProgramKey) -> cl.Kernel:
         try:
             return self._idle.setdefault(key, []).pop()
         except IndexError:
             with cl_errors(f"create kernel {key[0].name}", device=self._name):
                 return cl.Kernel(self._built[key], key[0].name)
 
-    def _build_all(self, keys: Sequence[_Key]) -> None:
+    def _build_all(self, keys: Sequence[ProgramKey]) -> None:
         about = f"{self._name}: compiling kernels"
         with self._building, progress.task(about, len(keys)) as task, warnings.catch_warnings():
             # What compilers say of programs that they built: PoCL and Intel's write a log of no messages.
@@ -101,7 +102,7 @@ class Programs:
                     with cl_errors(what, device=self._name):
                         self._built[key] = self._build(key)
 
-    def _build(self, key: _Key) -> cl.Program:
+    def _build(self, key: ProgramKey) -> cl.Program:
         kernel, defines, wg, on_cpu = key
         options = ["-w", "-cl-std=CL1.2", f"-DWG={wg}", *(f"-D{name}={value}" for name, value in defines)]
         if on_cpu:

@@ -40,9 +40,6 @@ SCRATCH, ACTIVATIONS, ERRORS, NUMBER, OPERANDS = range(5)
 """Slots: memory of the item's steps, of activations as bytes, of errors; the number of the item's first step;
 and the first of the operands."""
 
-ALIGNED: Final = 63
-"""Mask of the bits of an operand's address that its symbol has."""
-
 _SYMBOL, _SLOT_BITS = 1 << 62, 48
 _OFFSET = (1 << _SLOT_BITS) - 1
 

@@ -1,0 +1,119 @@
+"""Kinds: what decides how a node or fused group is lowered, so that each kind is lowered once.
+
+A kind is an op or pattern with its parameters, and the form of each operand: layout, alignment, packing.
+Steps of a kind have operand slots in place of addresses. So a graph that was never seen, of kinds that were,
+costs only the binding of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from itertools import chain, count
+from typing import Final, Generic, TypeAlias, TypeVar
+
+from ggmlb.backends.common.fusion import Group
+from ggmlb.core.enums import NO_OPS
+from ggmlb.core.placement import frozen
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Buffer, BufferType
+
+Lowered = TypeVar("Lowered")
+"""Type of a backend's unbound steps."""
+
+Item: TypeAlias = Tensor | Group
+"""A node, or nodes that one kernel computes."""
+
+ALIGNED: Final = 63
+"""Mask of the bits of an operand's address that are part of its form."""
+
+ABSENT: Final = -1
+"""Form of an absent operand."""
+
+MAX_KINDS: Final = 4096
+"""Most kinds, and most forms of operands, that are kept."""
+
+
+class Kinds(Generic[Lowered]):
+    """The unbound steps that a stream has lowered, by kind.
+
+    Attributes:
+        lowered: Steps by kind.
+    """
+
+    def __init__(self) -> None:
+        self.lowered: dict[Hashable, Lowered] = {}
+        self._forms: dict[Hashable, int] = {}
+        self._numbers = count()  # of forms to come; none is given twice
+
+    def forms(self, keys: Iterable[Hashable]) -> list[int]:
+        """Return the numbers of forms."""
+        return list(map(self._forms.setdefault, keys, self._numbers))
+
+    def make_room(self) -> None:
+        """Forget all if there are many."""
+        if max(len(self.lowered), len(self._forms)) > MAX_KINDS:
+            self.lowered.clear()
+            self._forms.clear()
+
+
+class Operands:
+    """The operands of a plan's items, by number; the last number is that of an absent operand.
+
+    Args:
+        items: Nodes and groups, in order.
+        kinds: Where forms are numbered.
+        starts_of: Returns the addresses of buffers; 0 where only offsets in a buffer are known.
+
+    Attributes:
+        tensors: For each item its nodes, each followed by its operands; empty if it computes nothing.
+        numbers: The number of each tensor.
+        buffers: The buffer of each number.
+        addresses: The address of each number.
+        forms: The form of each number.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        kinds: Kinds[Lowered],
+        starts_of: Callable[[Collection[Buffer]], Mapping[Buffer, int]],
+    ) -> None:
+        self.tensors = [operands_of(item) for item in items]
+        placed: list[Tensor] = []
+        self.buffers: list[Buffer] = []
+        for t in {*chain.from_iterable(self.tensors)}:
+            if t is not None and t.buffer is not None:
+                placed.append(t)
+                self.buffers.append(t.buffer)
+        starts = starts_of({*self.buffers})
+        self.addresses = [starts[b] + t.offset for t, b in zip(placed, self.buffers, strict=True)]
+        packs = {b: b.packing for b in starts if type(b.buft).packing is not BufferType.packing}
+        packings = [packs[b](t) if b in packs else "" for t, b in zip(placed, self.buffers, strict=True)]
+        layouts = [t.layout for t in placed]
+        low = [a & ALIGNED for a in self.addresses]
+        self.forms = [*kinds.forms(zip(layouts, low, packings, strict=True)), ABSENT]
+        self.numbers: dict[Tensor | None, int] = dict(zip(placed, count()))
+        self.numbers[None] = len(placed)
+        self.addresses.append(0)
+
+    def kind(self, item: Item, numbers: Sequence[int]) -> tuple[Hashable, ...]:
+        """Return the kind of an item, given the numbers of its tensors."""
+        if isinstance(item, Group):
+            kept = item.kept
+            what: tuple[Hashable, ...] = (
+                item.pattern, *item.parts, *[node in kept for node in item.nodes],
+                *[(node.op, len(node.src), frozen(node.params)) for node in item.nodes],
+            )  # fmt: skip
+        else:
+            what = (item.op, frozen(item.params))
+        if len({*numbers}) < len(numbers):
+            same: dict[int, int] = {}
+            what += tuple(map(same.setdefault, numbers, count()))
+        return (what, *[self.forms[i] for i in numbers])
+
+
+def operands_of(item: Item) -> Sequence[Tensor | None]:
+    """Return the nodes of an item, each followed by its operands; nothing if it has nothing to compute."""
+    if isinstance(item, Group):
+        return [t for node in item.nodes for t in (node, *node.src)]
+    return () if item.op in NO_OPS or item.is_empty else (item, *item.src)
