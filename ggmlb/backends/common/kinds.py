@@ -38,22 +38,23 @@ class Kinds(Generic[Lowered]):
 
     Attributes:
         lowered: Steps by kind.
+        forms: Numbers of operands' forms: layout, alignment and packing.
     """
 
     def __init__(self) -> None:
         self.lowered: dict[Hashable, Lowered] = {}
-        self._forms: dict[Hashable, int] = {}
+        self.forms: dict[Hashable, int] = {}
         self._numbers = count()  # of forms to come; none is given twice
 
-    def forms(self, keys: Iterable[Hashable]) -> list[int]:
+    def numbered(self, keys: Iterable[Hashable]) -> list[int]:
         """Return the numbers of forms."""
-        return list(map(self._forms.setdefault, keys, self._numbers))
+        return list(map(self.forms.setdefault, keys, self._numbers))
 
     def make_room(self) -> None:
         """Forget all if there are many."""
-        if max(len(self.lowered), len(self._forms)) > MAX_KINDS:
+        if max(len(self.lowered), len(self.forms)) > MAX_KINDS:
             self.lowered.clear()
-            self._forms.clear()
+            self.forms.clear()
 
 
 class Operands:
@@ -91,7 +92,7 @@ class Operands:
         packings = [packs[b](t) if b in packs else "" for t, b in zip(placed, self.buffers, strict=True)]
         layouts = [t.layout for t in placed]
         low = [a & ALIGNED for a in self.addresses]
-        self.forms = [*kinds.forms(zip(layouts, low, packings, strict=True)), ABSENT]
+        self.forms = [*kinds.numbered(zip(layouts, low, packings, strict=True)), ABSENT]
         self.numbers: dict[Tensor | None, int] = dict(zip(placed, count()))
         self.numbers[None] = len(placed)
         self.addresses.append(0)
