@@ -4,7 +4,8 @@ Each command is a module with one function, listed in `app.py`. At module level 
 `ggmlb.core.errors`, `ggmlb.cli.frame` and `ggmlb.cli.plain`, and everything else in the function, so that
 `--help` is fast and works without the extras.
 
-Exit status: 0 done; 1 a ggmlb error, printed in one line (`--debug` shows the traceback); 2 wrong usage.
+Exit status: 0 done; 1 a ggmlb error, printed in one line (`--debug` shows the traceback); 2 wrong usage;
+4 no backend has a device of that name.
 """
 
 from __future__ import annotations

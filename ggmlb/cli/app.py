@@ -29,7 +29,10 @@ KEPT: Final = {
 """What Ctrl-C leaves, for commands that print or write before their end."""
 
 
-EXIT_STATUS: Final = "Exit status: 0 done; 1 failed; 2 wrong usage; 130 stopped by Ctrl-C."
+EXIT_STATUS: Final = (
+    "Exit status: 0 done; 1 failed; 2 wrong usage; 4 no backend has a device of that name; "
+    "130 stopped by Ctrl-C."
+)
 
 
 def _version(asked: bool) -> None:
@@ -112,7 +115,7 @@ def run(args: Sequence[str]) -> int:
     except Error as error:
         if debug:
             raise
-        return _failed(f"ggmlb: {error}")
+        return _failed(f"ggmlb: {error}", _status(error))
     except OSError as error:  # of a file that our commands have no own words for, as a full standard output
         if debug:
             raise
@@ -132,6 +135,13 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _failed(line: str) -> int:
+def _status(error: Error) -> int:
+    from ggmlb.testing.devices import UnknownDeviceError
+    from ggmlb.testing.results import SOME_FAILED, UNKNOWN_DEVICE
+
+    return UNKNOWN_DEVICE if isinstance(error, UnknownDeviceError) else SOME_FAILED
+
+
+def _failed(line: str, status: int = 1) -> int:
     console(sys.stderr).print(line, style="red", markup=False, soft_wrap=True)
-    return 1
+    return status

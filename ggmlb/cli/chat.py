@@ -9,10 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ggmlb.cli import plain
-from ggmlb.cli.generate import SeedOption, TemperatureOption, write_piece
+from ggmlb.cli.generate import SeedOption, TemperatureOption, new_seed, write_piece
 from ggmlb.cli.model_options import OpenModel, takes_model
 
-HELP = "An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer; /clear begins anew."
+HELP = (
+    "/clear begins a new chat; /exit, an empty line or Ctrl-D ends it; Ctrl-C ends an answer; "
+    "/help shows this line."
+)
 
 
 @takes_model
@@ -23,7 +26,7 @@ def chat(
         int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.", min=1)
     ] = 512,
     temperature: TemperatureOption = 0.8,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
 ) -> None:
     """Talk with a GGUF model; what was said is computed once.
 
@@ -39,9 +42,13 @@ def chat(
         messages: list[Any] = list(first)
         _ = opened.chat_template  # so that a model without one is refused before anything is typed
         plain.echo(HELP, sys.stderr)
-        while (text := _ask()) is not None:
+        seed = new_seed() if seed is None else seed
+        plain.note(f"seed {seed}, one more for each answer")
+        while (text := _ask()) not in (None, "/exit"):
             if text == "/clear":
                 messages = list(first)
+            if text in ("/clear", "/help"):
+                plain.echo(HELP if text == "/help" else "a new chat", sys.stderr)
                 continue
             messages.append({"role": "user", "content": text})
             pieces: list[str] = []
@@ -54,6 +61,7 @@ def chat(
                 session.generate(
                     messages, on_token=take, max_tokens=max_tokens, temperature=temperature, seed=seed
                 )
+            seed += 1
             plain.echo("")
             messages.append({"role": "assistant", "content": "".join(pieces)})
 

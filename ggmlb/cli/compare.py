@@ -57,7 +57,7 @@ def compare(
     text = "\n".join(PASSAGES) if file is None else text_of(file)
 
     def opened(model: Path) -> TextModel:
-        return open_model(model, devices, ctx=ctx, threads=threads)
+        return open_model(model, devices=devices, ctx=ctx, threads=threads)
 
     with (
         opened(reference) as a,

@@ -27,7 +27,7 @@ def demo(
     layers_on: LayersOption = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", help="A GGUF file; for search, a model folder."),
+        typer.Option("--model", "-m", help="A GGUF file; for search, a model folder."),
     ] = None,
 ) -> None:
     """Answer a question with a language model, then again with its layers split over two devices.

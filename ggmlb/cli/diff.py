@@ -17,8 +17,10 @@ import typer
 
 from ggmlb.cli import diff_models, plain
 from ggmlb.cli.frame import Column, Row, console, print_table
+from ggmlb.cli.model_options import ModelFileOption, model_file
 from ggmlb.cli.options import JsonOption, complete_devices, device_names
 from ggmlb.core.errors import ArgumentError, Error
+from ggmlb.testing.names import device_names as split_names
 
 if TYPE_CHECKING:
     from ggmlb.core.graph import Graph
@@ -64,15 +66,6 @@ class Comparison:
 
 
 def diff(
-    program: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|PROGRAM",
-            help="A language model, a GGUF file. Or a program: a folder or .jsonl file of golden programs, "
-            "or FILE.py[:FUNCTION] or MODULE:FUNCTION, a function that returns a Graph, or a Graph and a "
-            "dict of its leafs' values by name.",
-        ),
-    ],
     devices: Annotated[
         str,
         typer.Option(
@@ -83,6 +76,16 @@ def diff(
             autocompletion=complete_devices,
         ),
     ],
+    program: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL|PROGRAM",
+            help="A language model, a GGUF file. Or a program: a folder or .jsonl file of golden programs, "
+            "or FILE.py[:FUNCTION] or MODULE:FUNCTION, a function that returns a Graph, or a Graph and a "
+            "dict of its leafs' values by name.",
+        ),
+    ] = None,
+    model: ModelFileOption = None,
     pattern: Annotated[
         str,
         typer.Option("--pattern", "-p", metavar="REGEX", help="Only golden programs whose id contains this."),
@@ -114,17 +117,19 @@ def diff(
     """
     import ggmlb
 
-    names = device_names(devices)
+    names = split_names(devices)
     if len(names) != 2:
         raise ArgumentError(f"--devices {devices}: give two devices, as CPU,OpenCL0")
+    program = str(model_file(Path(program) if program else None, model))
     is_model = program.endswith(".gguf")
     if pattern if is_model else prompt or max_tokens:
         raise ArgumentError("--pattern is for golden programs, --prompt and --max-tokens are for models")
+    programs = [] if is_model else list(_programs(program, pattern))  # which may register a device
+    device_names(devices)
     if is_model:
         if diff_models.diff(Path(program), names, prompt, max_tokens, nmse, as_json):
             raise typer.Exit(1)
         return
-    programs = list(_programs(program, pattern))
     with ggmlb.init_by_name(names[0]) as a, ggmlb.init_by_name(names[1]) as b:
         if len(programs) == 1:
             done = [_compared(programs[0], a, b, nmse)]

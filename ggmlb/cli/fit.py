@@ -21,10 +21,13 @@ from ggmlb.cli.model_options import (
     KvOption,
     LoraOption,
     MemoryOption,
+    ModelArgument,
+    ModelFileOption,
     OverrideOption,
     UbatchOption,
     WayOption,
     file_and_scale,
+    model_file,
     overrides_of,
 )
 from ggmlb.cli.options import (
@@ -84,7 +87,8 @@ class Report(NamedTuple):
 
 
 def fit(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The model, a GGUF file.")],
+    path: ModelArgument = None,
+    model: ModelFileOption = None,
     devices: DevicesOption = None,
     ctx: ContextOption = None,
     kv_type: KvOption = "f16",
@@ -129,10 +133,11 @@ def fit(
     cache = None if expert_cache is None else size_of(expert_cache, "--expert-cache")
     names = None if devices is None else device_names(devices)
     with ExitStack() as resources:
-        asked = open_planner(resources, file, names, wishes, ctx, kv_type, ubatch, cache)
+        asked = open_planner(resources, model_file(path, model), names, wishes, ctx, kv_type, ubatch, cache)
         ways = Ways(resources, asked, sizes_by_device(bandwidth, "--bandwidth"))
         planned = ways.planned()
         taken = ways.taken(way, planned)
+        plain.note_devices(asked.backends, devices)
         assert taken.planner is not None and taken.fit is not None
         advice = list(_advice(taken.planner)) if taken.short else []
         process = {"resident": resident_nbytes() or 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from ggmlb.models import Generation, TextModel
 
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of the random numbers.", min=0)]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", help="Seed of the random numbers (default: a new one, which is shown).", min=0),
+]
 
 
 @takes_model
@@ -34,7 +38,7 @@ def generate(
     top_p: Annotated[float, typer.Option("--top-p", help="Sample from this probability together.")] = 0.95,
     min_p: Annotated[float, typer.Option("--min-p", help="Least share of the likeliest's odds.")] = 0.05,
     repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", help="Above 1: repeat less.")] = 1.0,
-    seed: SeedOption = 0,
+    seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="A text that ends it; several.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
     logprobs: Annotated[int, typer.Option("--logprobs", help="Log-probabilities of so many.", min=0)] = 0,
@@ -55,6 +59,7 @@ def generate(
         asked = _numbers(prompt_tokens)
     elif chat is not None:
         asked = [{"role": "user", "content": chat}]
+    seed = new_seed() if seed is None else seed
     with open_model() as opened:
         result = opened.generate(
             asked,
@@ -70,7 +75,16 @@ def generate(
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         )
-        plain.echo(json.dumps(_as_json(opened, result)) if as_json else "")
+        plain.echo(json.dumps({**_as_json(opened, result), "seed": seed}) if as_json else "")
+        plain.note(
+            f"prompt: {len(result.prompt_tokens)} tokens, {result.prompt_tokens_per_second:.1f} per second; "
+            f"generated: {len(result.tokens)}, {result.tokens_per_second:.1f} per second; seed {seed}"
+        )
+
+
+def new_seed() -> int:
+    """Return a random seed."""
+    return random.SystemRandom().getrandbits(32)
 
 
 def _numbers(text: str) -> list[int]:

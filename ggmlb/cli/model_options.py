@@ -26,13 +26,19 @@ if TYPE_CHECKING:
     from ggmlb import BufferType
     from ggmlb.models import TextModel
 
-GgufOption = Annotated[Path, typer.Option("--model", "-m", metavar="FILE", help="The model, a GGUF file.")]
+ModelArgument = Annotated[
+    Path | None, typer.Argument(metavar="[MODEL]", help="A GGUF file; of a split model, the first part.")
+]
+ModelFileOption = Annotated[
+    Path | None, typer.Option("--model", "-m", metavar="FILE", help="The same as the argument MODEL.")
+]
 GpuLayersOption = Annotated[
     int | None,
     typer.Option("--gpu-layers", "-ngl", help="So many of the last layers on the first device.", min=0),
 ]
 ContextOption = Annotated[
-    int | None, typer.Option("--ctx", "-c", help="Tokens that are kept; by default at most 4096.", min=1)
+    int | None,
+    typer.Option("--ctx", "-c", help="Context size in tokens (default: the model's, at most 4096).", min=1),
 ]
 KvOption = Annotated[str, typer.Option("--kv-type", help="Type of keys and values: f16, q8_0, q4_0, f32.")]
 OverrideOption = Annotated[
@@ -100,8 +106,20 @@ OpenModel = Callable[..., "TextModel"]
 """Opens the model as the options say; arguments by name take their place."""
 
 
+def model_file(argument: Path | None, option: Path | None) -> Path:
+    """Return the model's file, given as an argument or as an option.
+
+    Raises:
+        BadParameter: It is not given, or twice.
+    """
+    if (argument is None) == (option is None):
+        raise typer.BadParameter("give the model once: as the argument MODEL, or with --model FILE (-m)")
+    return argument or option  # type: ignore[return-value]
+
+
 def open_model(
-    model: GgufOption,
+    path: ModelArgument = None,
+    model: ModelFileOption = None,
     devices: DevicesOption = None,
     layers_on: LayersOption = None,
     gpu_layers: GpuLayersOption = None,
@@ -128,7 +146,7 @@ def open_model(
     from ggmlb.models import TextModel
 
     opened = TextModel(
-        model,
+        model_file(path, model),
         None if devices is None else device_names(devices),
         layers_by_device(layers_on),
         gpu_layers,
@@ -145,6 +163,8 @@ def open_model(
         way=way,
         fit=fit,
     )
+    if opened.n_ctx > (n := opened.config.n_ctx_train):
+        plain.note(f"the context of {opened.n_ctx:,} tokens exceeds the {n:,} that the model was trained for")
     plain.note_devices((stream.device.name for stream in opened.backends), devices)
     return opened
 
@@ -163,7 +183,7 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
         chosen = {parameter.name: given.pop(parameter.name) for parameter in others}
         command(partial(open_model, **chosen), **given)
 
-    both = [others[0], *own, *others[1:]]
+    both = [*others[:2], *own, *others[2:]]
     run.__signature__ = Signature(both)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in both}
     return run

@@ -10,7 +10,21 @@ from typing import Annotated
 import typer
 
 from ggmlb.core.errors import ArgumentError
-from ggmlb.testing.names import device_names as device_names
+from ggmlb.testing import names
+
+
+def device_names(text: str) -> list[str]:
+    """Split a list of device names, and check them before the work.
+
+    Raises:
+        Error: As `ggmlb.testing.devices.device_named`.
+    """
+    from ggmlb.testing.devices import device_named
+
+    found = names.device_names(text)
+    for name in found:
+        device_named(name)
+    return found
 
 
 def complete_devices(incomplete: str) -> list[str]:
@@ -101,7 +115,9 @@ LayersOption = Annotated[
 ]
 ModelOption = Annotated[
     Path | None,
-    typer.Option("--model", metavar="DIR", help="Model folder; the installed all-MiniLM-L6-v2 by default."),
+    typer.Option(
+        "--model", "-m", metavar="DIR", help="Model folder; the installed all-MiniLM-L6-v2 by default."
+    ),
 ]
 
 

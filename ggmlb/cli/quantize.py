@@ -9,6 +9,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import progress_bar
+from ggmlb.cli.model_options import ModelFileOption, model_file
 from ggmlb.core.errors import ArgumentError, readable_size
 
 if TYPE_CHECKING:
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(metavar="IN", help="GGUF file; of a split model, the first part.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new file.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[MODEL] OUT", help="A GGUF file, of a split model the first part; the new file."
+        ),
+    ],
     to: Annotated[
         str,
         typer.Option(
@@ -30,6 +35,7 @@ def quantize(
             "q5_K_M, q5_K_S, q3_K_L, q3_K_M, q3_K_S or q2_K_S.",
         ),
     ],
+    model: ModelFileOption = None,
     rule: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,13 +64,17 @@ def quantize(
 
     Examples:
       ggmlb quantize model-f16.gguf model-q4_K_M.gguf --type q4_K_M
+      ggmlb quantize model-q8_0.gguf model-q4_K_M.gguf --type q4_K_M --requantize
       ggmlb quantize model-f16.gguf out.gguf --type q4_0 --rule 'ffn_down=q6_K' --rule 'attn_v=q8_0'
     """
     from ggmlb import open_gguf
     from ggmlb.models.gguf.quantizing import quantize_gguf
     from ggmlb.system.process import n_cpus
 
-    file = open_gguf(model)
+    *given, out = files
+    if len(given) > 1:
+        raise typer.BadParameter(f"MODEL and OUT are two files; {len(files)} were given")
+    file = open_gguf(model_file(given[0] if given else None, model))
     with progress_bar("Bytes", file.nbytes) as progress:
         changes = quantize_gguf(
             file,

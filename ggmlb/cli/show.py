@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import Column, console, print_table
+from ggmlb.cli.model_options import ModelArgument, ModelFileOption, model_file
 from ggmlb.cli.options import JsonOption
 from ggmlb.core.errors import readable_size
 
@@ -17,9 +15,8 @@ if TYPE_CHECKING:
 
 
 def show(
-    model: Annotated[
-        Path, typer.Argument(metavar="FILE", help="GGUF file; of a split model, the first part.")
-    ],
+    path: ModelArgument = None,
+    model: ModelFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the metadata of a GGUF file, and its tensors with types and sizes.
@@ -31,7 +28,7 @@ def show(
     from ggmlb import open_gguf
     from ggmlb.models.gguf import summary
 
-    file = open_gguf(model)
+    file = open_gguf(model_file(path, model))
     if as_json:
         import json
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Annotated, BinaryIO, TextIO, cast
@@ -19,7 +20,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
-from ggmlb.cli.options import AddressOption, HtmlOption, complete_devices, complete_ops, device_names
+from ggmlb.cli.options import AddressOption, HtmlOption, complete_devices, complete_ops
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 
 try:
@@ -145,8 +146,9 @@ def test(
     from ggmlb.testing.claims import warnings
     from ggmlb.testing.devices import UnknownDeviceError, device_named
     from ggmlb.testing.formats import as_json as as_json_text
+    from ggmlb.testing.names import device_names as split_names
     from ggmlb.testing.page import write_page
-    from ggmlb.testing.results import NOTHING_RAN, UNKNOWN_DEVICE
+    from ggmlb.testing.results import NOTHING_RAN
     from ggmlb.testing.run import ALL, selections, tasks
 
     modes = ALL if mode is Mode.all else (mode.value,)
@@ -154,10 +156,9 @@ def test(
         raise typer.BadParameter("--address: a connection belongs to one process; leave out --jobs")
     try:
         names = _devices(devices)
-        selected = selections(modes, device_names(ops or ""), pattern, limit)
-    except UnknownDeviceError as error:
-        plain.echo(f"ggmlb: {error}", sys.stderr)
-        raise typer.Exit(UNKNOWN_DEVICE) from None
+        selected = selections(modes, split_names(ops or ""), pattern, limit)
+    except UnknownDeviceError:
+        raise
     except (RegistryError, BackendUnavailable) as error:
         plain.echo(f"ggmlb: {error}", sys.stderr)
         raise typer.Exit(NOTHING_RAN) from None
@@ -166,14 +167,20 @@ def test(
     if output is not None and (output.is_file() or not output.exists()):
         with _opened(output, "a"):  # before the work, which may take long
             pass
-    work = [task for name in names for one in selected for task in tasks(device_named(name), one)]
+    plain.note_devices(names, devices)
+    if mode is Mode.all:
+        plain.note(f"ggmlb: listing the cases of {', '.join(modes)}")
+    work: list[Task] = []
+    with progress_bar("listing cases", len(names) * len(selected)) as progress:
+        for i, (name, one) in enumerate(product(names, selected)):
+            work += tasks(device_named(name), one)
+            progress(i + 1, len(names) * len(selected))
     if jobs is None:
         jobs = 1 if address is not None else max(1, min(MOST_JOBS, os.cpu_count() or 1, len(work) // MANY))
     if only_list:
         for task in work:
             plain.echo("\n".join(f"{task.mode} {i}" if mode is Mode.all else i for i in task.ids))
         return
-    plain.note_devices(names, devices)
     if mode is Mode.all:
         _tell_time(work, names, jobs)
     format = Format.json if as_json else format
@@ -201,9 +208,10 @@ def _devices(wanted: str | None) -> list[str]:
     """
     import ggmlb
     from ggmlb.testing.devices import device_named
+    from ggmlb.testing.names import device_names as split_names
 
     if wanted is not None:
-        names = [device_named(name).name for name in device_names(wanted)]
+        names = [device_named(name).name for name in split_names(wanted)]
         if not names:
             raise ArgumentError(f"--devices {wanted} names no device; 'ggmlb devices' lists them")
         return names

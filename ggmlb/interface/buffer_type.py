@@ -118,7 +118,7 @@ class BufferType(Unique, ABC):
         return AllocationError(
             f"{self.name}: no room for {asked:,} bytes ({free:,} of {total:,} free)"
             + (f": {detail}" if detail else "")
-            + "; free buffers, use a smaller batch, or split the graph over more devices",
+            + "; free buffers, ask for less, or use more devices",
             asked=asked,
             free=free,
             total=total,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from ggmlb.cli import main
 from ggmlb.core.errors import shown
+from tests.support.processes import ROOT
 from tests.support.text_models import write_text_model
 
 
@@ -37,7 +39,99 @@ def test_generate_prints_json(model: str, capfd: pytest.CaptureFixture[str]) -> 
     assert all(sorted(step["logprob"], reverse=True) == step["logprob"] for step in told["logprobs"])
     assert set(told["timings"]) == {"load_s", "prompt_tokens_per_s", "generated_tokens_per_s"}
     assert main([*args, "--ignore-eos", "-d", "CPU", "--threads", "1"]) == 0
-    assert capfd.readouterr().out == shown(told["text"]) + "\n"
+    out, err = capfd.readouterr()
+    assert out == shown(told["text"]) + "\n"
+    assert re.search(
+        r"prompt: 3 tokens, [\d.]+ per second; generated: 5, [\d.]+ per second; seed \d+$", err.strip()
+    )
+
+
+def test_without_a_seed_texts_differ_and_the_shown_seed_repeats_one(
+    model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told(*options: str) -> tuple[int, list[int]]:
+        args = ["generate", model, "--prompt-tokens", "1,5", "-n", "12", "--temperature", "2", "--top-k", "0"]
+        assert main([*args, "--json", "--ignore-eos", "-d", "CPU", *options]) == 0
+        found = json.loads(capfd.readouterr().out)
+        return found["seed"], found["tokens"]
+
+    seed, tokens = told()
+    assert told() != (seed, tokens)
+    assert told("--seed", str(seed)) == (seed, tokens)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "--prompt-tokens", "1", "-n", "1", "-d", "CPU"],
+        ["perplexity", "-f", "text", "-c", "8", "-d", "CPU"],
+        ["show"],
+        ["fit", "-d", "CPU"],
+        ["diff", "-d", "CPU,CPU", "--prompt", "a"],
+        ["quantize", "OUT", "--type", "q8_0"],
+        ["chat", "-d", "CPU"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_the_model_is_an_argument_or_an_option(
+    args: list[str],
+    model: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("some words " * 20)
+    monkeypatch.setattr("builtins.input", lambda _: "/exit")
+    command, *rest = args
+    told = []
+    for given in ([model], ["-m", model]):
+        status = main([command, *given, *rest])
+        err = capfd.readouterr().err
+        assert status == 0 or "no chat template" in err
+        told.append(status)
+    assert told[0] == told[1]
+    for given in ([], [model, "-m", model]):
+        assert main([command, *given, *rest]) == 2
+        assert "as the argument MODEL, or with --model FILE (-m)" in " ".join(
+            capfd.readouterr().err.replace("│", "").split()
+        )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["bench"], ["test"], ["ops"], ["generate", "-p", "a"], ["fit"], ["diff"], ["compare"]],
+    ids=lambda a: a[0],
+)
+def test_an_unknown_device_is_status_4_in_every_command(
+    args: list[str], model: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = args
+    files = {"generate": [model], "fit": [model], "diff": [model], "compare": [model, model]}.get(command, [])
+    assert main([command, *files, *rest, "-d", "CPUU,CPU"]) == 4
+    assert "there is no device 'CPUU'" in capfd.readouterr().err
+
+
+def test_a_context_size_of_its_own(model: str, capfd: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", model, "--prompt-tokens", "1,5", "-n", "1", "-d", "CPU", "--ctx"]
+    for size in ("1000000000", str(10**12)):
+        assert main([*args, size]) == 1
+        err = capfd.readouterr().err
+        assert f"no room for n_ctx of {int(size):,} tokens; give less" in err and "batch" not in err
+    assert main([*args, "9000"]) == 0
+    assert "the context of 9,000 tokens exceeds the" in capfd.readouterr().err
+
+
+def test_readmes_quantize_command_takes_readmes_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ggmlb.models import default_text_model
+
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").symlink_to(default_text_model())
+    (line,) = re.findall("^ggmlb (quantize [^#\n]*)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert main(line.split()) == 0
+    assert Path("out.gguf").stat().st_size > 1e6
 
 
 def test_layers_split_over_devices_make_the_same_text(model: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,8 +219,8 @@ def test_chat(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     from ggmlb.models import default_text_model
 
     question = "What is gravity?"  # whose answer is no near tie: prefixes are kept
-    lines = iter([question, "/clear", question, ""])
+    lines = iter([question, "/help", "/clear", question, "/exit", question])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     assert main(["chat", "-m", str(default_text_model()), "--temperature", "0", "-n", "12"]) == 0
     out, err = capfd.readouterr()
-    assert out.count("Gravity is a fundamental concept in physics that") == 2 and "Ctrl-D" in err
+    assert out.count("Gravity is a fundamental concept in physics that") == 2 and err.count("Ctrl-D") == 2

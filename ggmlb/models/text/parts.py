@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ggmlb import Backend, BufferType, DType, Tensor, planned_memory
-from ggmlb.core.errors import ArgumentError
+from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.interface.memory_table import MemoryTable
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT
 from ggmlb.models.text.adapter import Adapter, FactorSource
@@ -126,10 +126,12 @@ class Parts:
                 self.experts = ExpertCache(config, weights, homes, room.expert_cache)
                 resources.callback(self.experts.free)
             if config.state is not None:
-                self.memory = states = StateMemory(config.state, kv_homes, room.n_ctx)
+                with _no_room_for(room.n_ctx):
+                    self.memory = states = StateMemory(config.state, kv_homes, room.n_ctx)
                 self.decoder = RecurrentDecoder(config, weights, states, streams, changes, room.n_ubatch)
             else:
-                self.memory = cells = KvMemory(config, kv_homes, room.n_ctx, room.kv_type)
+                with _no_room_for(room.n_ctx):
+                    self.memory = cells = KvMemory(config, kv_homes, room.n_ctx, room.kv_type)
                 self.decoder = Decoder(
                     config, weights, cells, streams, changes, room.n_ubatch, self.experts, kv_home
                 )
@@ -231,3 +233,13 @@ def _host_memory(backends: Mapping[str, Backend]) -> BufferType:
     raise ArgumentError(
         f"expert_cache: none of {', '.join(backends)} computes in host memory, where experts stay; add CPU"
     )
+
+
+@contextmanager
+def _no_room_for(n_ctx: int) -> Iterator[None]:
+    """Name the context size in errors of its memory."""
+    try:
+        yield
+    except MemoryError as error:
+        facts = {name: getattr(error, name, 0) for name in ("asked", "free", "total")}
+        raise AllocationError(f"no room for n_ctx of {n_ctx:,} tokens; give less: {error}", **facts) from None
