@@ -3,8 +3,8 @@
 Types that passed are remembered, so that a call with arguments of known types costs one look-up. The
 function itself checks values: ranges, shapes and whether operands fit each other.
 
-`Any`, arrays and enums (which have their own parsers) are not checked. Classes are compared by name, so
-that the core imports no other room.
+Annotations are read as text at a function's first call. Of classes and aliases, those are checked that are
+`named` or an `alias` where they are defined; `Any`, arrays and enums (which have their own parsers) are not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Real
 from os import PathLike
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -27,51 +27,7 @@ from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError, kind_of
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
-WORDS: Final = {
-    "AdamW": "AdamW(...)",
-    "Backend": "a backend, as init_by_name(name) or device.init_backend() opens one",
-    "BackendReg": "a BackendReg, as reg_by_name(name) finds one",
-    "Buffer": "a buffer, as alloc_ctx_tensors makes one",
-    "BufferType": "a buffer type, as device.buffer_type",
-    "Context": "a Context, which holds tensors",
-    "Dataset": "a Dataset, as Dataset(data, labels=labels)",
-    "Device": "a device, as device_by_name(name) finds one",
-    "Event": "an event, as device.event_new() makes one",
-    "Graph": "a graph, as Graph().build_forward_expand(tensor) makes one",
-    "GraphPlan": "a plan, as graph_plan_create(graph) makes one",
-    "SGD": "SGD(...)",
-    "Scheduler": "a Scheduler, as Scheduler([backend]) makes one",
-    "SplitState": "a SplitState",
-    "Tensor": "a tensor, as from_array or new_tensor makes one",
-    "bool": "True or False",
-    "float": "a number",
-    "int": "a whole number",
-    "os.PathLike[str]": "a path",
-    "str": "text",
-}
-"""Description of the expected value, by annotation."""
-
-ALIASES: Final = {
-    "AbortCallback": "Callable",
-    "BufferIds": "Sequence[int]",
-    "Callback": "Callable",
-    "Custom": "Callable",
-    "Devices": "str | Backend | Sequence[str | Backend] | None",
-    "EvalCallback": "Callable",
-    "GetSplitState": "Callable",
-    "Ne": "Sequence[int]",
-    "Optimizer": "AdamW | SGD",
-    "Path": "os.PathLike[str]",
-    "Schedule": "Callable",
-}
-
-_ARRAYS: Final = {"int": "iu", "float": "iuf"}
-_PLURALS: Final = {"int": " of whole numbers", "float": " of numbers"}
-
-_CONTAINERS: Final[dict[str, type]] = {
-    "Collection": Collection, "Iterable": Iterable, "Mapping": Mapping, "Sequence": Sequence,
-    "dict": Mapping, "list": Sequence, "tuple": Sequence,
-}  # fmt: skip
+_STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Kind(NamedTuple):
@@ -91,63 +47,12 @@ class Kind(NamedTuple):
 
 
 def checked(function: Function) -> Function:
-    """Wrap a function so that arguments its annotations do not allow raise an ArgumentError.
-
-    The wrapper has the same named parameters: a wrapper with `*args` would double the cost of a call. It is
-    written at the first call, since a program calls few of the functions that it imports.
-    """
+    """Wrap a function so that arguments its annotations do not allow raise an ArgumentError."""
     if not hasattr(function, "__signature__") and function.__annotations__.keys() <= {"return"}:
         return function
-    scope: dict[str, Any] = {"_function": function, "_write": _write, "_type": type}
-    wrapper = scope["_wrapper"] = FunctionType(_FIRST_CALL, scope)
+    wrapper = _wrapper(_Check(function))
+    wrapper.__code__ = wrapper.__code__.replace(co_name=function.__name__)
     return cast("Function", wraps(function)(wrapper))
-
-
-def _write(wrapper: FunctionType) -> None:
-    """Give a wrapper its parameters and its code."""
-    scope = wrapper.__globals__
-    parameters = inspect.signature(scope["_function"]).parameters.values()
-    kinds = {p.name: k for p in parameters if p.kind in _BY_NAME and (k := _kind(str(p.annotation)))}
-    takes, gives = [], []
-    is_by_name = False
-    for p in parameters:
-        star = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
-        if p.kind is p.KEYWORD_ONLY and not is_by_name:
-            takes.append("*")
-        is_by_name = is_by_name or star == "*" or p.kind is p.KEYWORD_ONLY
-        takes.append(star + p.name)
-        gives.append(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else star + p.name)
-    check = scope["_check"] = _Check(scope["_function"], kinds)
-    scope["_known"] = check.known
-    given = [p for p in parameters if p.default is not p.empty]
-    wrapper.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
-    wrapper.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
-    checks = (
-        f"if ({''.join(f'_type({name}), ' for name in kinds)}) not in _known:",
-        f"    _check({', '.join(kinds)})",
-    )
-    code = _code(
-        f"def wrapper({', '.join(takes)}):",
-        *(checks if kinds else ()),
-        f"return _function({', '.join(gives)})",
-    )
-    file = f"{__file__} <{wrapper.__qualname__}>"
-    wrapper.__code__ = code.replace(co_name=wrapper.__name__, co_filename=file)
-
-
-@cache
-def _code(*lines: str) -> CodeType:
-    """The code of a function `wrapper`."""
-    scope: dict[str, Any] = {}
-    # The name of the file is in this package: warnings and reports look for the first caller outside of it.
-    exec(compile("\n    ".join(lines), __file__, "exec"), scope)
-    code: CodeType = scope["wrapper"].__code__
-    return code
-
-
-_FIRST_CALL: Final = _code(
-    "def wrapper(*args, **kwargs):", "_write(_wrapper)", "return _wrapper(*args, **kwargs)"
-)
 
 
 def checked_methods(cls: Class) -> Class:
@@ -161,31 +66,73 @@ def checked_methods(cls: Class) -> Class:
     return cls
 
 
-_BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
 class _Check:
-    """The check of a function's arguments.
+    """A call of a function with its arguments checked.
 
     Attributes:
-        known: Types that passed, where no values of these types can fail.
+        function: The function.
+        known: Types of arguments that passed, where no values of these types can fail.
     """
 
-    def __init__(self, function: Callable[..., Any], kinds: Mapping[str, Kind]) -> None:
-        self.known: set[tuple[type, ...]] = set()
-        self._function = function
-        self._kinds = kinds
+    def __init__(self, function: Any) -> None:
+        self.known: set[tuple[Any, ...]] = set()
+        self.function = function
+        self._kinds: dict[str, Kind | None] = {}
+        self._n_places = 0
 
-    def __call__(self, *values: Any) -> None:
-        for (name, kind), value in zip(self._kinds.items(), values, strict=True):
-            if not kind.fits(value):
-                raise ArgumentError(f"{self._call()}: {_fault(name, kind, value)}")
-        if all(kind.is_of_type for kind in self._kinds.values()):
-            self.known.add(tuple(map(type, values)))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = (*map(type, args), *kwargs, *map(type, kwargs.values()))
+        if key not in self.known:
+            self._check(args, kwargs)
+            if all(kind is None or kind.is_of_type for kind in self._kinds.values()):
+                self.known.add(key)
+        return self.function(*args, **kwargs)
 
-    def _call(self) -> str:
-        names = self._function.__qualname__.split(".")
-        return names[-2] if names[-1] == "__init__" else names[-1]
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._kinds:
+            parameters = inspect.signature(self.function).parameters.values()
+            self._kinds = {p.name: _kind(str(p.annotation)) for p in parameters if p.kind not in _STARRED}
+            self._n_places = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        places = zip(self._kinds, args[: self._n_places], strict=False)
+        for name, value in (*places, *kwargs.items()):
+            kind = self._kinds.get(name)
+            if kind is not None and not kind.fits(value):
+                names = self.function.__qualname__.split(".")
+                call = names[-2] if names[-1] == "__init__" else names[-1]
+                raise ArgumentError(f"{call}: {_fault(name, kind, value)}")
+
+
+def _wrapper(check: _Check) -> FunctionType:
+    """Return a function with the parameters of the checked one, because `*args` take three times as long."""
+    t, known, f = type, check.known, check.function
+    wrappers: tuple[Any, ...] = (
+        lambda: f(),
+        lambda a: f(a) if (t(a),) in known else check(a),
+        lambda a, b: f(a, b) if (t(a), t(b)) in known else check(a, b),
+        lambda a, b, c: f(a, b, c) if (t(a), t(b), t(c)) in known else check(a, b, c),
+        lambda a, b, c, d: f(a, b, c, d) if (t(a), t(b), t(c), t(d)) in known else check(a, b, c, d),
+        lambda a, b, c, d, e: f(a, b, c, d, e)
+        if (t(a), t(b), t(c), t(d), t(e)) in known else check(a, b, c, d, e),
+        lambda a, b, c, d, e, g: f(a, b, c, d, e, g)
+        if (t(a), t(b), t(c), t(d), t(e), t(g)) in known else check(a, b, c, d, e, g),
+        lambda a, b, c, d, e, g, h: f(a, b, c, d, e, g, h)
+        if (t(a), t(b), t(c), t(d), t(e), t(g), t(h)) in known else check(a, b, c, d, e, g, h),
+        lambda a, b, c, d, e, g, h, i: f(a, b, c, d, e, g, h, i)
+        if (t(a), t(b), t(c), t(d), t(e), t(g), t(h), t(i)) in known else check(a, b, c, d, e, g, h, i),
+        lambda *args, **kwargs: check(*args, **kwargs),
+    )  # fmt: skip
+    code, signature = f.__code__, getattr(f, "__signature__", None)
+    names, defaults = code.co_varnames[: code.co_argcount], f.__defaults__
+    has_more = code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    if signature is not None:
+        names, has_more = tuple(signature.parameters), False
+        defaults = tuple(p.default for p in signature.parameters.values() if p.default is not p.empty)
+    if has_more or len(names) >= len(wrappers) - 1:
+        return cast("FunctionType", wrappers[-1])
+    wrapper: FunctionType = wrappers[len(names)]
+    wrapper.__code__ = wrapper.__code__.replace(co_varnames=names)
+    wrapper.__defaults__ = defaults
+    return wrapper
 
 
 def _fault(name: str, kind: Kind, value: Any) -> str:
@@ -194,6 +141,48 @@ def _fault(name: str, kind: Kind, value: Any) -> str:
             if not kind.item.fits(item):
                 return f"{name}[{i}] is {kind_of(item)}; give {kind.item.words}"
     return f"{name} is {kind_of(value)}; give {kind.words}"
+
+
+# -- annotations -----------------------------------------------------------------------------------
+
+
+def named(words: str) -> Callable[[Class], Class]:
+    """Class decorator: annotations of the class's name are checked; `words` describe an instance."""
+
+    def register(cls: Class) -> Class:
+        _NAMED[cls.__name__] = Kind(words, lambda value: isinstance(value, cls))
+        _kind.cache_clear()
+        return cls
+
+    return register
+
+
+def alias(name: str, annotation: str) -> None:
+    """Let annotations of a name stand for another annotation."""
+    kind = _kind(annotation)
+    assert kind is not None, annotation
+    _NAMED[name] = kind
+    _kind.cache_clear()
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (whole_number(value) is not None and not isinstance(value, np.ndarray))
+
+
+_NAMED: Final = {
+    "None": Kind("None", lambda value: value is None),
+    "bool": Kind("True or False", lambda value: isinstance(value, (bool, np.bool_, int))),
+    "float": Kind("a number", lambda value: isinstance(value, Real) or _is_whole(value)),
+    "int": Kind("a whole number", _is_whole),
+    **dict.fromkeys(("Path", "os.PathLike[str]"), Kind("a path", lambda value: isinstance(value, PathLike))),
+    "str": Kind("text", lambda value: isinstance(value, str)),
+}
+_ARRAYS: Final = {"int": "iu", "float": "iuf"}
+_PLURALS: Final = {"int": " of whole numbers", "float": " of numbers"}
+_CONTAINERS: Final[dict[str, type]] = {
+    "Collection": Collection, "Iterable": Iterable, "Mapping": Mapping, "Sequence": Sequence,
+    "dict": Mapping, "list": Sequence, "tuple": Sequence,
+}  # fmt: skip
 
 
 @cache
@@ -211,20 +200,10 @@ def _kind(annotation: str) -> Kind | None:
 
 
 def _one(annotation: str) -> Kind | None:
-    if annotation in ALIASES:
-        return _kind(ALIASES[annotation])
     name, _, inside = annotation.partition("[")
     if name in _CONTAINERS:
         return _container(name, inside.removesuffix("]"))
-    if name == "Callable":
-        return Kind("a function", callable)
-    if annotation == "None":
-        return Kind("None", lambda value: value is None)
-    if annotation in _SCALARS:
-        return Kind(WORDS[annotation], _SCALARS[annotation])
-    if annotation in WORDS:
-        return Kind(WORDS[annotation], lambda value: annotation in _class_names(type(value)))
-    return None
+    return Kind("a function", callable) if name == "Callable" else _NAMED.get(annotation)
 
 
 def _container(name: str, inside: str) -> Kind:
@@ -248,24 +227,6 @@ def _container(name: str, inside: str) -> Kind:
 def _split(annotation: str, at: str) -> list[str]:
     """Split an annotation at a separator outside brackets."""
     return [part.strip() for part in re.split(rf"\{at}(?![^\[]*\])", annotation)]
-
-
-def _class_names(kind: type) -> set[str]:
-    """Return the names of a class and its bases that ggmlb defines."""
-    return {c.__name__ for c in kind.__mro__ if c.__module__.partition(".")[0] == "ggmlb"}
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int or (whole_number(value) is not None and not isinstance(value, np.ndarray))
-
-
-_SCALARS: Final[dict[str, Callable[[Any], bool]]] = {
-    "bool": lambda value: isinstance(value, (bool, np.bool_, int)),
-    "float": lambda value: isinstance(value, Real) or _is_whole(value),
-    "int": _is_whole,
-    "os.PathLike[str]": lambda value: isinstance(value, PathLike),
-    "str": lambda value: isinstance(value, str),
-}
 
 
 def answer(callback: str, value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ggmlb.core.arguments import named
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import ArgumentError, UnknownOpError, did_you_mean
@@ -42,6 +43,7 @@ Extents = Sequence[int] | int
 """One to four extents, innermost first."""
 
 
+@named("a Context, which holds tensors")
 class Context(
     AttentionOps,
     BinaryOps,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ggmlb.interface import Buffer
 
 
+@arguments.named("a graph, as Graph().build_forward_expand(tensor) makes one")
 @arguments.checked_methods
 class Graph:
     """A compute graph (ggml_cgraph): `nodes` in topological order, and the `leafs` that they read.

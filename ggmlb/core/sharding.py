@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from ggmlb.core.arguments import named
 from ggmlb.core.enums import as_enum
 from ggmlb.core.tensor import Tensor
 
@@ -42,6 +43,7 @@ class _Shards(NamedTuple):
     segments: tuple[tuple[int, ...], ...]
 
 
+@named("a SplitState")
 class SplitState(_Shards):
     """How a tensor is sharded (ggml_backend_meta_split_state).
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core import dtypes
-from ggmlb.core.arguments import checked, real_numbers
+from ggmlb.core.arguments import checked, named, real_numbers
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, as_enum
 from ggmlb.core.errors import ArgumentError, DTypeError, Error, GraphError, NotAllocatedError, ShapeError
@@ -69,6 +69,7 @@ def layout_of(dtype: DType, ne: Ne, nb: Ne | None = None) -> Layout:
     return found
 
 
+@named("a tensor, as from_array or new_tensor makes one")
 class Tensor(Operators):
     """An array of up to four dimensions, or the op that will compute one (ggml_tensor).
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ggmlb.core.arguments import answer
+from ggmlb.core.arguments import alias, answer, named
 from ggmlb.core.enums import NO_OPS, Status
 from ggmlb.core.errors import (
     AllocationError,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 AbortCallback = Callable[[], bool]
 """Called between steps; `True` stops the computation with `Status.ABORTED`."""
+alias("AbortCallback", "Callable")
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +60,7 @@ class Command:
     stop: int = 0
 
 
+@named("a backend, as init_by_name(name) or device.init_backend() opens one")
 class Backend(Freeable):
     """A stream on a device (ggml_backend).
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ggmlb.core.arguments import named
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage, as_enum
 from ggmlb.core.errors import AllocationError, ArgumentError, BackendError, BoundsError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ggmlb.interface.buffer_type import BufferType
 
 
+@named("a buffer, as alloc_ctx_tensors makes one")
 class Buffer(Freeable):
     """An allocation that holds tensors at byte offsets (ggml_backend_buffer).
 

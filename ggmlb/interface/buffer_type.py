@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ggmlb.core.arguments import named
 from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.core.lifetime import Unique
 from ggmlb.core.tensor import Ne, Tensor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ggmlb.interface.device import Device
 
 
+@named("a buffer type, as device.buffer_type")
 class BufferType(Unique, ABC):
     """A kind of memory that a device can use (ggml_backend_buffer_type).
 

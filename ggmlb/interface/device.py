@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from ggmlb.core.arguments import named
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError, BackendError
 from ggmlb.core.lifetime import Unique
@@ -70,6 +71,7 @@ class DeviceProps:
     caps: Caps
 
 
+@named("a device, as device_by_name(name) finds one")
 class Device(Unique, ABC):
     """A processor with memory (ggml_backend_device).
 
@@ -230,6 +232,7 @@ class Device(Unique, ABC):
         return f"<Device {self.name} {self.type.value}: {self.description}>"
 
 
+@named("a BackendReg, as reg_by_name(name) finds one")
 class BackendReg(Unique, ABC):
     """The registration of a backend: its name and its devices (ggml_backend_reg).
 

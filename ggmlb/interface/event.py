@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
+from ggmlb.core.arguments import named
 from ggmlb.core.lifetime import Freeable
 from ggmlb.interface.observe import Action, observers
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ggmlb.interface.device import Device
 
 
+@named("an event, as device.event_new() makes one")
 class Event(Freeable):
     """A point in the work queued on a backend (ggml_backend_event).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from ggmlb.core.arguments import named
 from ggmlb.core.enums import TensorFlag
 from ggmlb.core.errors import FreedError
 from ggmlb.core.graph import Graph
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend
 
 
+@named("a plan, as graph_plan_create(graph) makes one")
 class GraphPlan(Unique):
     """A graph lowered for one backend: steps with their arrays and arguments bound.
 

@@ -24,7 +24,7 @@ from ggmlb import (
     alloc_ctx_tensors,
     cpu_buffer_type,
 )
-from ggmlb.core.arguments import generator
+from ggmlb.core.arguments import alias, generator
 from ggmlb.core.errors import ArgumentError, Error, FreedError, ModelError, did_you_mean
 from ggmlb.core.lifetime import Closeable, Unique
 from ggmlb.optimize.checkpoint import read, write
@@ -66,6 +66,7 @@ class LossType(IntEnum):
 
 Schedule = Callable[["OptContext"], Optimizer]
 """Returns the hyperparameters of the next step (ggml_opt_get_optimizer_params); always of one optimizer."""
+alias("Schedule", "Callable")
 
 
 class OptContext(Unique, Closeable):

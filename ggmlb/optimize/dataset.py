@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.arguments import checked_methods, real_numbers
+from ggmlb.core.arguments import checked_methods, named, real_numbers
 from ggmlb.core.errors import ArgumentError
 
 Array = npt.NDArray[Any]
 
 
+@named("a Dataset, as Dataset(data, labels=labels)")
 @checked_methods
 class Dataset:
     """Data points, and the labels of each (ggml_opt_dataset).

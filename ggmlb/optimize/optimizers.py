@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ggmlb import Context, Tensor
-from ggmlb.core.arguments import checked_methods
+from ggmlb.core.arguments import alias, checked_methods, named
 from ggmlb.core.errors import ArgumentError
 
 
+@named("AdamW(...)")
 @checked_methods
 @dataclass(frozen=True, slots=True)
 class AdamW:
@@ -56,6 +57,7 @@ class AdamW:
         return ctx.opt_step_adamw(param, grad, first, second, numbers)
 
 
+@named("SGD(...)")
 @checked_methods
 @dataclass(frozen=True, slots=True)
 class SGD:
@@ -90,6 +92,7 @@ class SGD:
 
 
 Optimizer = AdamW | SGD
+alias("Optimizer", "AdamW | SGD")
 
 
 def _check(of: object, **numbers: float) -> None:

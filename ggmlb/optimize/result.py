@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.core.arguments import alias
+
 if TYPE_CHECKING:
     from ggmlb.optimize.context import OptContext
     from ggmlb.optimize.dataset import Dataset
@@ -125,6 +127,7 @@ class Progress:
 
 Callback = Callable[[Progress], Any]
 """Called after each batch; `False` ends the training."""
+alias("Callback", "Callable")
 
 
 def progress_bar(progress: Progress, width: int = 24) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.arguments import checked
+from ggmlb.core.arguments import alias, checked
 from ggmlb.core.context import Context
 from ggmlb.core.enums import DeviceType, Op, TensorFlag
 from ggmlb.core.errors import ArgumentError, did_you_mean
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
     Inputs = Mapping[Tensor | str, npt.ArrayLike] | None
+alias("Devices", "str | Backend | Sequence[str | Backend] | None")
 
 
 @overload

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -313,3 +316,27 @@ def test_ops_keep_their_signatures() -> None:
 
     assert [*inspect.signature(Context.soft_max_ext).parameters][:3] == ["self", "a", "mask"]
     assert Context.add.__doc__
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.c.add(t.a, "x"),
+        lambda t: t.c.add(t.a, t.v),
+        lambda t: t.c.add(t.a, b=t.v),
+        lambda t: t.c.relu(t.c.transpose(t.a)),
+        lambda t: t.c.rope_ext(t.a, t.a, None, 3),
+        lambda t: t.x.set_array(ARRAY.T),
+        lambda t: Scheduler([]),
+        lambda t: ggmlb.evaluate(t.a),
+    ],
+)
+def test_every_frame_of_a_traceback_is_code_of_its_file(
+    call: Callable[[Things], Any], things: Things
+) -> None:
+    with pytest.raises(ggmlb.Error) as caught:
+        call(things)
+    for frame in traceback.extract_tb(caught.value.__traceback__):
+        nodes = ast.walk(ast.parse(Path(frame.filename).read_text()))
+        calls = [n for n in nodes if isinstance(n, (ast.Call, ast.Raise))]
+        assert any(n.lineno <= frame.lineno <= n.end_lineno for n in calls), frame

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.core.arguments import alias
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, full_ne
@@ -39,6 +40,7 @@ MAX_ARGS: Final = 9
 """Operands of `custom_4d` (GGML_MAX_SRC - 1); `custom_inplace` takes one less, beside its first."""
 
 Custom = Callable[..., None]
+alias("Custom", "Callable")
 
 Array = npt.NDArray[Any]
 

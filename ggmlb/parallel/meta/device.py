@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.core.arguments import checked
+from ggmlb.core.arguments import alias, checked
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.placement import placement_clock
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ggmlb.core.sharding import Outcome, SplitState
 
     GetSplitState = Callable[[Tensor], SplitState]
+alias("GetSplitState", "Callable")
 
 
 class MetaDevice(Device):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import le
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from ggmlb.core.arguments import alias
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import GraphError
 from ggmlb.core.ops import SPECS
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 BufferIds = Sequence[int]
 """Index of a buffer type for each tensor of a topology, by its number."""
+alias("BufferIds", "Sequence[int]")
 
 _NONE = Op.NONE  # looked up once: it is asked of many
 

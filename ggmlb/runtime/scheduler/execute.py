@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.arguments import answer
+from ggmlb.core.arguments import alias, answer
 from ggmlb.core.enums import DeviceType, Status, TensorFlag
 from ggmlb.core.errors import BackendError, Error
 from ggmlb.core.graph import Graph
@@ -42,6 +42,7 @@ EvalCallback = Callable[[Tensor, bool], bool]
 """`callback(node, ask)`: with `ask`, it returns whether it wants a node's data (views
 included); without, the data is ready, and `False` stops the computation
 (ggml_backend_sched_eval_callback)."""
+alias("EvalCallback", "Callable")
 
 
 class Executor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from ggmlb.core.arguments import named
 from ggmlb.core.enums import Status
 from ggmlb.core.errors import ArgumentError, DeviceLostError, Error, GraphError
 from ggmlb.core.graph import Graph
@@ -44,6 +45,7 @@ class Views(Protocol):
         """Start a sanitizer for the lifetime of its owner; return a function that stops it."""
 
 
+@named("a Scheduler, as Scheduler([backend]) makes one")
 class Scheduler(Freeable):
     """Splits a graph over backends, allocates it, and computes it with copies between devices.
 
