@@ -185,7 +185,11 @@ def _code(match: re.Match[str]) -> str:
 
 def one_line(error: BaseException) -> str:
     """Return an error as one line: `"ValueError: message"`."""
-    return shown(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    try:
+        text = str(error)
+    except Exception as why:  # of a class of any author
+        text = f"(its text cannot be read: {type(why).__name__})"
+    return shown(f"{type(error).__name__}: {' '.join(text.split())}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

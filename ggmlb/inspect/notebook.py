@@ -22,7 +22,7 @@ from ggmlb.inspect.sanitizer import start_sanitizer
 from ggmlb.inspect.trace import Trace
 from ggmlb.interface import Backend, Buffer, Device, DeviceProps, GraphPlan
 from ggmlb.interface.memory_table import MemoryReport, MemoryTable
-from ggmlb.interface.registry.catalogue import DeviceList
+from ggmlb.interface.registry import DeviceList
 from ggmlb.runtime.scheduler import Scheduler
 
 __all__ = ["PICTURES", "start_sanitizer", "to_dot", "to_svg", "trace"]

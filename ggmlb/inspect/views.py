@@ -10,7 +10,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, Device
 from ggmlb.interface.memory_table import MemoryReport, MemoryTable
-from ggmlb.interface.registry.catalogue import DeviceList
+from ggmlb.interface.registry import DeviceList
 from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.runtime.scheduler.scheduler import Views
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from textwrap import dedent
 
 from ggmlb.interface.registry import Registry
-from ggmlb.interface.registry.candidate import Candidate
+from ggmlb.interface.registry.discovery import Candidate
 
 Write = Callable[..., Candidate]
 

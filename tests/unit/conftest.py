@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ggmlb.interface.registry.candidate import Candidate
+from ggmlb.interface.registry.discovery import Candidate
 from tests.support.backend_files import GOOD, Write, source_of
 
 

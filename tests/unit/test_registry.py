@@ -19,7 +19,7 @@ from ggmlb.core.errors import (
 )
 from ggmlb.interface import API_VERSION
 from ggmlb.interface.registry import Registry
-from ggmlb.interface.registry.candidate import Candidate
+from ggmlb.interface.registry.discovery import Candidate
 from tests.support.stub_backend import StubReg
 
 CPU, GPU, IGPU, ACCEL, META = (DeviceType[n] for n in ("CPU", "GPU", "IGPU", "ACCEL", "META"))

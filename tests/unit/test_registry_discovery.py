@@ -13,7 +13,7 @@ import pytest
 from ggmlb.core.errors import BackendBroken, BackendUnavailable, RegistryError
 from ggmlb.interface import API_VERSION
 from ggmlb.interface.registry import Registry, discovery
-from ggmlb.interface.registry.candidate import Candidate
+from ggmlb.interface.registry.discovery import Candidate
 from tests.support.backend_files import GOOD, Write, registry_of
 
 # -- laziness --------------------------------------------------------------------------------------
@@ -126,7 +126,37 @@ BROKEN = {
         """,
         "Reg lacks devices: a backend must define it",
     ),
+    "abstract_device": (
+        """
+        from ggmlb import Device
+        class Bad(Device):
+            name = description = "Bad0"
+        def backend_reg():
+            return Bad()
+        """,
+        "Bad lacks .*declines.*: a backend must define it",
+    ),
     "exits": ("    raise SystemExit(3)", "fails to load: SystemExit: 3"),
+    "odd": ("    class Odd(BaseException): pass\n    raise Odd('of it')", "fails to load: Odd: of it"),
+    "generator": ("    raise GeneratorExit", "fails to load: GeneratorExit"),
+    "no_text": (
+        """
+        class Mute(Exception):
+            def __str__(self): raise ValueError
+        raise Mute
+        """,
+        r"fails to load: Mute: \(its text cannot be read: ValueError\)",
+    ),
+    "no_text_of_its_devices": (
+        """
+        from tests.support.stub_backend import StubReg
+        class Mute(BaseException):
+            __str__ = None
+        def backend_reg():
+            return StubReg("Bad", error=Mute())
+        """,
+        r"listing its devices failed: Mute: \(its text cannot be read: TypeError\)",
+    ),
     "name": (
         """
         from tests.support.stub_backend import StubReg
@@ -220,6 +250,13 @@ def test_broken(write_backend: Write, case: str) -> None:
     assert registry.device_by_name("Good0").name == "Good0"
     with pytest.raises(BackendBroken, match=why):
         registry.load("mod_bad")
+
+
+@pytest.mark.parametrize("name", ["Bad7", "bad7", "Bad70"])
+def test_a_broken_backend_whose_name_ends_in_a_digit_says_why(write_backend: Write, name: str) -> None:
+    registry = registry_of(write_backend("mod_bad", "Bad7", "    1 / 0"))
+    with pytest.raises(BackendBroken, match=r"the Bad7 backend cannot be used: .*ZeroDivisionError"):
+        registry.device_by_name(name)
 
 
 def test_load_shows_where_a_backend_fails(write_backend: Write) -> None:

@@ -90,6 +90,20 @@ def test_load_all_from_path(folder: Path) -> None:
         registry.load_all_from_path(folder / "nope")
 
 
+@pytest.mark.parametrize(
+    "library", ["libggml-cpu.so", "ggml-vulkan.dll", "libggml.0.dylib", "libggml-base.so.0"]
+)
+def test_libraries_of_ggml_are_told_from_backends(tmp_path: Path, library: str) -> None:
+    (tmp_path / library).write_bytes(b"\x7fELF")
+    for load in (
+        lambda: registry_of().load(library),
+        lambda: registry_of().load(tmp_path / library),
+        lambda: registry_of().load_all_from_path(tmp_path),
+    ):
+        with pytest.raises(RegistryError, match=r"no backend in Python; .* set the .* GGMLB_GGML_PATH to '"):
+            load()
+
+
 def test_a_folder_adds_to_what_is_there(write_backend: Write, folder: Path) -> None:
     registry = registry_of(write_backend("mod_other", "Other"))
     assert [reg.name for reg in registry.load_all_from_path(folder)] == ["Echo"]

@@ -19,10 +19,10 @@ from typing import Any
 import numpy.typing as npt
 
 from ggmlb.interface import Buffer, BufferType
-from ggmlb.interface.registry.catalogue import Unavailable
-from ggmlb.interface.registry.registry import Registry
+from ggmlb.interface.registry.registry import DeviceList, Registry, Unavailable
 
 __all__ = [
+    "DeviceList",
     "Registry",
     "Unavailable",
     "cpu_buffer_from_ptr",
