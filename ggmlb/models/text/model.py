@@ -77,6 +77,7 @@ class TextModel(ModelOnDevices):
             device, the others on the second.
         n_ctx: Tokens of all sequences together whose keys and values are kept; by default what the model was
             trained for, at most 4096. A recurrent model keeps states of 16 sequences, each of so many tokens.
+            Must be given where that takes more than 256 MiB and 8 times the bytes of the weights.
         kv_type: Type of keys and values: `"f16"`, `"q8_0"`, `"q4_0"` or `"f32"`. States of recurrent models
             are f32.
         override_tensors: Other memory for some weights, by regular expression: `{"exps": "CPU"}` keeps
