@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ggmlb.core.errors import ModelError
+from ggmlb.core.errors import ArgumentError, ModelError
 from ggmlb.models.gguf import ChatTemplate
 from ggmlb.models.gguf.chat import MAX_SOURCE
 from ggmlb.models.gguf.template_sandbox import MAX_SIZE
@@ -95,6 +95,64 @@ def test_a_template_can_refuse() -> None:
     assert template.render(MESSAGES) == ""
     with pytest.raises(ModelError, match=r"refuses the messages: no messages\\x1b\[31m$"):
         template.render([])
+
+
+FORMS = {
+    "text": "{% for m in messages %}{{ m.role ~ ':' + m.content }};{% endfor %}",
+    "parts": "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p.text }};{% endfor %}"
+    "{% endfor %}",
+    "both": "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }};{% else %}"
+    "{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("a", ["a"] * 3),
+        ([{"type": "text", "text": "a"}], ["a"] * 3),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], ["a\nb", "a;b", "a;b"]),
+        ([], ["", "", ""]),
+        (None, ["", "", ""]),
+    ],
+)
+def test_content_comes_in_the_form_that_the_template_takes(content: object, texts: list[str]) -> None:
+    for source, text in zip(FORMS.values(), texts, strict=True):
+        found = ChatTemplate(source).render([{"role": "user", "content": content}])
+        assert found.removesuffix(";") == f"user:{text}"
+
+
+@pytest.mark.parametrize("content", [5, object(), {"text": "a"}, ["a"], [{"type": "image_url"}], [None]])
+def test_content_that_no_template_takes(content: object) -> None:
+    with pytest.raises(ArgumentError, match="message 0: content"):
+        ChatTemplate(FORMS["both"]).render([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("{{ a | tojson }}", '{"city": "Bonn"}'),
+        ("{% for k, v in a.items() %}<{{ k }}={{ v }}>{% endfor %}", "<city=Bonn>"),
+        ("{% for k, v in a | items %}{{ k }}:{{ v }}{% endfor %}", "city:Bonn"),
+        ("{{ a }}", '{"city": "Bonn"}'),
+        ("{{ 'a' + a }}", 'a{"city": "Bonn"}'),
+    ],
+)
+def test_arguments_of_calls_are_never_quoted_twice(shown: str, expected: str) -> None:
+    """Given as JSON or as an object, they come as the template takes them, also beside no content."""
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{% set a = c.function.arguments %}"
+        + shown
+        + "{% endfor %}{% endfor %}"
+    )
+    for arguments in ('{"city": "Bonn"}', {"city": "Bonn"}):
+        function = {"name": "weather", "arguments": arguments}
+        message = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+        for given in (message, {key: message[key] for key in ("role", "tool_calls")}):
+            assert ChatTemplate(source).render([given]) == expected
+        assert function["arguments"] is arguments
+    function["arguments"] = "{no JSON"
+    ChatTemplate("{{ messages[0].tool_calls[0].function.arguments }}").render([message])
 
 
 def nested(inner: str, depth: int) -> str:

@@ -306,6 +306,8 @@ def test_options_that_are_wrong(models: Callable[..., Path]) -> None:
         for prompt, says in (
             (([]), "the prompt is empty"),
             ([N_VOCAB], "tokens are 0 to"),
+            ([3, {"role": "user", "content": "x"}], "the prompt has the token {'role'"),
+            ([{"role": "user", "content": "x"}, 3], "the prompt has the token {'role'"),
             ([1] * 33, "n_ctx is 32"),
         ):
             with pytest.raises(ArgumentError, match=says):

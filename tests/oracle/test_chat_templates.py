@@ -59,6 +59,7 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 DIFFERENT = {
     "llama-cpp-deepseek-r1.jinja": "Hugging Face's cannot write a generator as JSON",
     "meetkai-functionary-medium-v3.1.jinja": "Hugging Face's escapes JSON for HTML after `safe`",
+    "meetkai-functionary-medium-v3.2.jinja": "it takes arguments as JSON, which Hugging Face's does not make",
 }
 
 
@@ -117,6 +118,25 @@ def test_templates() -> None:
                 assert found == expected, (path.name, tools is not None)
                 n_same += expected is not None
     assert n_same > 360
+
+
+def test_other_forms_of_a_message() -> None:
+    """Arguments as JSON, content that is `None` or a list of parts: the same text, as llama.cpp gives it."""
+    call = CONVERSATIONS[2][1]["tool_calls"][0]
+    as_json = {**call, "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}
+    other = [
+        message | {"content": None, "tool_calls": [as_json]}
+        if "tool_calls" in message
+        else message | {"content": [{"type": "text", "text": message["content"]}]}
+        for message in CONVERSATIONS[2]
+    ]
+    n_same = 0
+    for path in sorted(llama_cpp_files().glob("*.jinja")):
+        source = path.read_text(encoding="utf-8")
+        expected = render(source, CONVERSATIONS[2], [TOOL])
+        assert render(source, other, [TOOL]) == expected, path.name
+        n_same += expected is not None
+    assert n_same > 50
 
 
 def render(source: str, messages: list[dict[str, Any]], tools: list[Any] | None) -> str | None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 LEAST_LENGTH = 1e-12
 """Least length that an embedding is divided by."""
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 """A message of a chat: `{"role": "user", "content": "Hello"}`."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -254,12 +254,13 @@ class TextModel(ModelOnDevices):
             ModelError: It is a chat, and the file has no template for one.
         """
         self._check("tokens_of")
+        items: list[Any] = list(prompt)
         if isinstance(prompt, str):
             tokens = self.vocabulary.encode(prompt)
-        elif messages := [message for message in prompt if isinstance(message, Mapping)]:
-            tokens = self.vocabulary.encode(self.chat_template.render(messages), add_special=False)
+        elif items and all(isinstance(message, Mapping) for message in items):
+            tokens = self.vocabulary.encode(self.chat_template.render(items), add_special=False)
         else:
-            tokens = [token for token in prompt if not isinstance(token, Mapping)]
+            tokens = items
         n_vocab = self.config.n_vocab
         for token in tokens:
             if (
