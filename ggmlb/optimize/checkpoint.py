@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ggmlb import open_gguf, save_gguf
 from ggmlb.core.errors import ArgumentError, MissingModelError, ModelError
+from ggmlb.system.replaced_file import replaced
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -75,14 +76,11 @@ def _write_safetensors(path: Path, state: str, arrays: Arrays) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, beside, {KEY: state})
-        os.replace(beside, path)
-    except (OSError, SafetensorError) as error:
+        with replaced(path) as file:
+            save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, file.name, {KEY: state})
+    except SafetensorError as error:
         raise ModelError(f"cannot write {path}: {error}") from None
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _read_safetensors(path: Path) -> Found:

@@ -33,8 +33,8 @@ _checked: Final[dict[Path, Path | None]] = {}
 def folder(backend: str) -> Path:
     """Return a backend's folder in GGMLB_CACHE_DIR or the system's cache folder; it need not exist.
 
-    Without either (a container whose user has no home, an installation without dependencies) the path is
-    relative, and nothing is cached.
+    Without either (a container whose user has no home, or no platformdirs) the path is relative, and nothing
+    is cached.
     """
     root = env.text("GGMLB_CACHE_DIR")
     if root is not None:

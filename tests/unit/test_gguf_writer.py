@@ -233,7 +233,7 @@ def test_what_cannot_be_written_is_refused(
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     for path in (tmp_path / "none" / "m.gguf", tmp_path):
-        with pytest.raises(ModelError, match=r"cannot write .*choose another folder"):
+        with pytest.raises(ModelError, match=r"cannot write .*(choose another folder|give another path)"):
             save_gguf(path, {}, {})
     assert os.listdir(tmp_path) == []
 

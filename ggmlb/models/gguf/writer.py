@@ -6,12 +6,9 @@ Source: ggml's docs/gguf.md, version 3.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from math import prod
-from pathlib import Path
 from struct import Struct, pack
 from typing import IO, Any, Final, NamedTuple
 
@@ -19,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.errors import ArgumentError, DTypeError, ModelError, ShapeError, kind_of
+from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError, kind_of
 from ggmlb.core.tensor import Tensor
 from ggmlb.models.gguf.metadata import Kind, Metadata, Raw
 from ggmlb.models.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME
-from ggmlb.models.mapped_file import failing
+from ggmlb.system.replaced_file import replaced
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -81,7 +78,6 @@ def save_gguf(
 
     Source: gguf_write_to_file.
     """
-    path = Path(path)
     entries = [_entry(name, data) for name, data in tensors.items()]
     alignment = _alignment(metadata)
     header = bytearray(_HEADER.pack(MAGIC, VERSION, len(entries), len(metadata)))
@@ -95,23 +91,11 @@ def save_gguf(
         header += pack(f"<I{n_dims}QIQ", n_dims, *entry.ne, entry.dtype, offset)
         offset += entry.nbytes + -entry.nbytes % alignment
     header += bytes(-len(header) % alignment)
-    if not path.name:
-        raise ModelError(f"cannot write {path}: it names no file; give one, as model.gguf")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with failing(f"cannot write {path}", OSError, cure="free space, or choose another folder"):
-            with open(beside, "xb") as file:
-                file.write(header)
-                for entry in entries:
-                    _write(file, entry)
-                    file.write(bytes(-entry.nbytes % alignment))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink()
-        raise
+    with replaced(path) as file:
+        file.write(header)
+        for entry in entries:
+            _write(file, entry)
+            file.write(bytes(-entry.nbytes % alignment))
 
 
 _HEADER: Final = Struct("<4sIQQ")
