@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType, dequantize, quantize
+from ggmlb.core.errors import ModelError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, Device, tensor_alloc
 from ggmlb.models.mapped_file import Extent
@@ -65,7 +66,7 @@ def fill(tensors: Iterable[tuple[Tensor, Sequence[Extent]]]) -> None:
         buffer = tensor.placed("fill")
         if isinstance(buffer, MetaBuffer):  # it reads a weight that is cut back for each piece
             pieces = [
-                converted(rows, part.dtype, tensor.dtype).reshape(-1)
+                converted(rows, part.dtype, tensor.dtype, tensor.name).reshape(-1)
                 for part in parts
                 for rows in slices(part)
             ]
@@ -98,7 +99,7 @@ def _copies(tensor: Tensor, parts: Sequence[Extent]) -> Iterator[Callable[[], No
 
 def _copy(tensor: Tensor, offset: int, part: Extent, start: int, stop: int) -> None:
     rows = part.rows()[start:stop]
-    tensor.set(converted(rows, part.dtype, tensor.dtype), offset)
+    tensor.set(converted(rows, part.dtype, tensor.dtype, tensor.name), offset)
     part.release(start * rows.shape[1], rows.nbytes)
 
 
@@ -159,6 +160,19 @@ def values_of(rows: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any]:
     return dequantize(rows, dtype) if dtype.is_quantized else rows.view(dtype.numpy)
 
 
-def converted(rows: npt.NDArray[np.uint8], dtype: DType, to: DType) -> npt.NDArray[np.uint8]:
-    """Return rows of bytes in another type."""
-    return rows if dtype is to else quantize(values_of(rows, dtype), to)
+def converted(rows: npt.NDArray[np.uint8], dtype: DType, to: DType, name: str) -> npt.NDArray[np.uint8]:
+    """Return rows of bytes of a tensor in another type.
+
+    Raises:
+        ModelError: A value is NaN or infinite, and blocks have no such values.
+    """
+    if dtype is to:
+        return rows
+    values = values_of(rows, dtype)
+    if to.is_quantized and not np.isfinite(values).all():
+        n = values.size - np.count_nonzero(np.isfinite(values))
+        raise ModelError(
+            f"tensor {name!r} has {n} values in a piece of {values.size} that are NaN or infinite, which "
+            f"{to.name} does not have; check the model, or keep the tensor in a floating-point type"
+        )
+    return quantize(values, to)

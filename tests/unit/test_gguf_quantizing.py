@@ -220,3 +220,20 @@ def test_wrong_usage_of_the_command(run: Any, args: tuple[str, ...], status: int
     found, out, err = run(*args)
     assert (found, out) == (status, "")
     assert why in err
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["<f4", "<f2"])
+def test_values_that_blocks_do_not_have_are_refused_by_the_tensors_name(
+    value: float, dtype: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tensors = weights(dtype, ["blk.0.attn_q.weight", "blk.0.attn_v.weight"])
+    tensors["blk.0.attn_v.weight"][60, 7] = value
+    path = write_gguf(tmp_path / "in.gguf", {"general.architecture": "llama"}, tensors)
+    assert main(["quantize", str(path), str(tmp_path / "out.gguf"), "--type", "q8_0"]) == 1
+    assert "tensor 'blk.0.attn_v.weight' has 1 values" in capfd.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()
+    kept = ["--rule", f"attn_v={'f32' if dtype == '<f4' else 'f16'}"]
+    assert main(["quantize", str(path), str(tmp_path / "out.gguf"), "--type", "q8_0", *kept]) == 0
+    found = open_gguf(tmp_path / "out.gguf").array("blk.0.attn_v.weight")
+    np.testing.assert_array_equal(found, tensors["blk.0.attn_v.weight"])

@@ -271,7 +271,7 @@ def _converted(
         return blocks
 
     for rows in slices(extent, 1 << 20):
-        waiting.append((rows.nbytes, pool.submit(converted, rows, extent.dtype, dtype)))
+        waiting.append((rows.nbytes, pool.submit(converted, rows, extent.dtype, dtype, name)))
         if len(waiting) > 2 * n_threads:
             yield first()
     while waiting:
