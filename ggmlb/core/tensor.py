@@ -230,6 +230,11 @@ class Tensor(Operators):
         """Whether the elements of each row lie side by side (ggml_is_contiguous_rows)."""
         return self.ne[0] == self.dtype.block_size or self.nb[0] == self.dtype.type_size
 
+    def has_whole_blocks(self) -> bool:
+        """Whether rows are whole blocks in memory: a view that moves dimension 0 has none."""
+        moved = self.op is Op.TRANSPOSE or (self.op is Op.PERMUTE and self.params["axes"][0] != 0)
+        return self.nb[0] == self.dtype.type_size and (not moved or self.layout.is_plain)
+
     def is_contiguous_channels(self) -> bool:
         """Whether dimension 2 is the innermost in memory (ggml_is_contiguous_channels)."""
         return self.nb[0] > self.nb[2] and self.nb[1] > self.nb[0] and self.nb[2] == self.dtype.type_size

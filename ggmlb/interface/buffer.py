@@ -11,7 +11,7 @@ import numpy as np
 from ggmlb.core.arguments import named
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage, as_enum
-from ggmlb.core.errors import AllocationError, ArgumentError, BackendError, BoundsError
+from ggmlb.core.errors import AllocationError, ArgumentError, BackendError, BoundsError, ShapeError
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Ne, Tensor
@@ -336,13 +336,19 @@ class Buffer(Freeable):
     # -- checks --------------------------------------------------------------------------------
 
     def check_holds(self, tensor: Tensor, call: str) -> None:
-        """Raise unless the tensor is in this buffer.
+        """Raise unless the tensor is in this buffer, its rows whole blocks.
 
         Raises:
             ArgumentError: It is in another buffer, or in none.
+            ShapeError: It is a transposed view of blocks.
             FreedError: The buffer was freed.
         """
         self.check_alive(call)
+        if tensor.dtype.is_quantized and not tensor.has_whole_blocks():
+            raise ShapeError(
+                f"{call} on {tensor.describe()}: a transposed view cuts the {tensor.dtype} blocks of rows; "
+                "use the tensor that it views, or cast that to f32 and transpose"
+            )
         if tensor.buffer is not self:
             where = "no buffer yet" if tensor.buffer is None else f"another buffer, {tensor.buffer!r}"
             raise ArgumentError(

@@ -318,6 +318,27 @@ def test_ops_keep_their_signatures() -> None:
     assert Context.add.__doc__
 
 
+@pytest.mark.parametrize("ne", [(32, 64), (64, 32), (64, 64), (96, 32)])
+@pytest.mark.parametrize(
+    "access",
+    [
+        lambda x: x.to_numpy(),
+        lambda x: x.get(),
+        lambda x: x.set_array(np.ones(x.shape)),
+        lambda x: x.memset(0),
+        lambda x: x.as_array(),
+    ],
+)
+def test_a_transposed_view_of_blocks_is_refused(ne: tuple[int, int], access: Callable[..., Any]) -> None:
+    ctx = Context()
+    blocks = ctx.from_array(np.ones(ne[::-1], np.float32), "q8_0")
+    for view in (ctx.transpose(blocks), ctx.permute(blocks, 2, 0, 1, 3)):
+        with pytest.raises(ggmlb.ShapeError, match="a transposed view cuts the q8_0 blocks"):
+            access(view)
+    again = ctx.transpose(ctx.transpose(blocks))
+    np.testing.assert_array_equal(again.to_numpy(), blocks.to_numpy())
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -58,6 +58,8 @@ WRONG = [
     ("swiglu_split", ("[4,3]", "[4,3].T"), S, "b has strides"),
     ("swiglu_oai", ("[4,3]", "[3,4]", 1.0, 7.0), S, "must equal"),
     ("glu", ("[4,3]", 77), A, "GluOp"),
+    ("glu", ("[4,3]", "swiglu_oai", False), A, r"use swiglu_oai\(a, b, alpha, limit\)"),
+    ("glu_split", ("[4,3]", "[4,3]", GluOp.SWIGLU_OAI), A, "use swiglu_oai"),
     ("glu_split", ("[4,3]", "[4,3]", -2), A, "GluOp"),
     ("glu", ("[7]", GluOp.REGLU), S, "even"),
     # norm

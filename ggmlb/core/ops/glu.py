@@ -59,9 +59,9 @@ class GluOps(OpBase):
 
         Raises:
             ShapeError: The rows of `a` have gaps, or their length is odd.
-            ArgumentError: There is no such gated unit.
+            ArgumentError: There is no such gated unit, or it is SWIGLU_OAI, which has numbers of its own.
         """
-        return self._glu("glu", a, None, {"op": as_enum("glu", GluOp, op), "swapped": bool(swapped)})
+        return self._glu("glu", a, None, {"op": _unit("glu", op), "swapped": bool(swapped)})
 
     def glu_split(self, a: Tensor, b: Tensor, op: GluOp | int | str) -> Tensor:
         """Return act(a) * b (ggml_glu_split).
@@ -69,9 +69,9 @@ class GluOps(OpBase):
         Raises:
             ShapeError: The rows of an operand have gaps, or the shapes differ.
             DTypeError: The types differ.
-            ArgumentError: There is no such gated unit.
+            ArgumentError: As `glu`.
         """
-        return self._glu("glu_split", a, b, {"op": as_enum("glu_split", GluOp, op), "swapped": False})
+        return self._glu("glu_split", a, b, {"op": _unit("glu_split", op), "swapped": False})
 
     def swiglu_oai(self, a: Tensor, b: Tensor, alpha: float, limit: float) -> Tensor:
         """Return `g * sigmoid(alpha * g) * (u + 1)` (ggml_swiglu_oai).
@@ -95,6 +95,13 @@ class GluOps(OpBase):
         if a.dtype is not b.dtype:
             fail_dtype(fn, "b", b, a.dtype)
         return self._op(Op.GLU, a.dtype, a.ne, (a, b), params)
+
+
+def _unit(fn: str, op: GluOp | int | str) -> GluOp:
+    unit = as_enum(fn, GluOp, op)
+    if unit is GluOp.SWIGLU_OAI:
+        fail_arg(fn, "SWIGLU_OAI needs alpha and limit; use swiglu_oai(a, b, alpha, limit)")
+    return unit
 
 
 # -- how results are sharded over devices ---
