@@ -45,14 +45,18 @@ def _simple(name: str) -> Device:
         return device_by_name(name)
     except RegistryError:
         backend = name.casefold().rstrip("0123456789")  # CUDA3 is a card of CUDA, here or elsewhere
-        usable, absent = [reg.name for reg in regs()], [failed.name for failed in unavailable()]
-        known = {of.casefold() for of in (*usable, *absent)}
+        usable, failed = [reg.name for reg in regs()], unavailable()
+        known = {of.casefold() for of in (*usable, *(f.name for f in failed))}
         if backend in known and backend != name.casefold():
             raise
-        names = [*(device.name for device in devices()), *(f"{of}0" for of in absent)]
+        names = [
+            *(device.name for device in devices()),
+            *(f"{f.name}0" for f in failed if f.kind == "absent"),
+        ]
+        broken = "".join(f"\n  {f.name} is broken: {f.reason}" for f in failed if f.kind == "broken")
         raise UnknownDeviceError(
             f"there is no device {name!r}, and no backend of that name ('ggmlb devices' lists them)"
-            f"{did_you_mean(name, names)}"
+            f"{did_you_mean(name, names)}{broken}"
         ) from None
 
 

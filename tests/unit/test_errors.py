@@ -7,12 +7,16 @@ import inspect
 import pickle
 import re
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ggmlb
+import ggmlb.models
 from ggmlb.core import errors
+from ggmlb.optimize import checkpoint
 
 PARENTS = {
     "AllocationError": MemoryError,
@@ -60,6 +64,23 @@ def test_each_survives_pickling(name: str) -> None:
     assert type(again) is CLASSES[name]
     assert str(again) == "what was asked; what to do"
     assert (again.asked, again.reasons) == (3, {"CPU": "no"})
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        ggmlb.load,
+        ggmlb.load_all_from_path,
+        ggmlb.models.TextModel,
+        ggmlb.models.BertEmbedder,
+        lambda path: checkpoint.read(path, "adamw", {}),
+        lambda path: checkpoint.read(path.with_suffix(".safetensors"), "adamw", {}),
+    ],
+)
+def test_a_missing_file_is_also_the_builtin_error(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    with pytest.raises(FileNotFoundError, match="nope") as told:
+        read(tmp_path / "nope.gguf")
+    assert isinstance(told.value, errors.Error)
 
 
 @pytest.mark.parametrize("huge", [1 << 50, 1 << 60, 1 << 62, (1 << 63) - 1])
