@@ -97,7 +97,7 @@ def test_what_is_right_is_done(session: Session) -> None:
     np.testing.assert_allclose(session.compute(plan), silu(2 * X + 1), rtol=1e-5)
     session.run(("copy", session.buffer, 0, session.other, 64, 64))
     assert session.run(("read", session.other, 64, 64, False))[1] == X.tobytes()
-    session.run(("drop", plan), ("close", session.stream), ("free", session.buffer), ("free", session.other))
+    session.run(("free", plan), ("free", session.stream), ("free", session.buffer), ("free", session.other))
 
 
 def plan(session: Session, place: Sequence[int] = (), value: Any = None, nodes: Any = None) -> int:
@@ -165,12 +165,10 @@ def test_only_its_own_handles_of_the_kind_are_taken(
         ("fill", handle, 0, 16, 1),
         ("clear", handle, 1),
         ("add", handle, 0, 16, 0, 0),
-        ("free", handle),
         ("usage", handle, "WEIGHTS"),
         ("copy", handle, 0, session.other, 0, 16),
         ("copy", session.buffer, 0, handle, 0, 16),
         ("compute", handle),
-        ("drop", handle),
     ):
         with pytest.raises(ForgedError):
             session.run(command, blob=bytes(16))
@@ -183,11 +181,11 @@ def test_only_its_own_handles_of_the_kind_are_taken(
 
 @pytest.mark.parametrize("handle", [0, None, "CPU", 1 << 51])
 def test_only_its_own_streams_are_taken(session: Session, handle: Any) -> None:
-    for command in (("plan", handle, session.record), ("close", handle), ("threads", handle, 1)):
+    for command in (("plan", handle, session.record), ("free", handle), ("threads", handle, 1)):
         with pytest.raises(ForgedError):
             session.ask(*command)
     with pytest.raises(ForgedError):
-        session.ask("close", session.buffer)
+        session.ask("threads", session.buffer, 1)
 
 
 RANGES = [
@@ -400,20 +398,20 @@ def test_memory_that_was_freed_is_not_computed_in(session: Session) -> None:
         session.ask("read", session.buffer, 0, 4, False)
     with pytest.raises(ForgedError):
         session.ask("free", session.buffer)
-    session.ask("drop", plan)
-    for command in (("compute", plan), ("drop", plan)):
+    session.ask("free", plan)
+    for command in (("compute", plan), ("free", plan)):
         with pytest.raises(ForgedError):
             session.run(command)
 
 
 def test_a_plan_of_a_closed_stream_is_not_computed(session: Session) -> None:
     plan = session.ask("plan", session.stream, session.record)
-    session.ask("close", session.stream)
+    session.ask("free", session.stream)
     with pytest.raises(Error):
         session.ask("compute", plan)
-    session.ask("drop", plan)
+    session.ask("free", plan)
     with pytest.raises(ForgedError):
-        session.ask("drop", plan)
+        session.ask("free", plan)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class RayPlan(GraphPlan):
         record = graph_record(graph.nodes, graph.use_counts(), _handle)
         link = backend.device.link
         self.planned = Planned(link.ask("plan", backend.handle, record))
-        self.release = weakref.finalize(self, link.release, "drop", self.planned.handle)
+        self.release = weakref.finalize(self, link.release, "free", self.planned.handle)
         self.release.atexit = False
 
 
@@ -71,7 +71,7 @@ class RayBackend(Backend):
     def __init__(self, device: RayDevice, handle: int) -> None:
         super().__init__(device)
         self.handle = handle
-        self._release = weakref.finalize(self, device.link.release, "close", handle)
+        self._release = weakref.finalize(self, device.link.release, "free", handle)
         self._release.atexit = False
 
     def set_n_threads(self, n: int) -> None:

@@ -1,7 +1,7 @@
 """Node: the far side of a connection. It owns the devices of a machine, and does what a driver asks for.
 
 A message is a list of commands, each a name and plain arguments, and the bytes to be written. Buffers,
-streams and plans are known by handles: random numbers that this node drew, each in the table of its kind.
+streams and plans are known by handles: random numbers that this node drew.
 What a message names is checked before it is used: the handle (which also tells a freed buffer), the range,
 the type, the parameters.
 
@@ -60,7 +60,7 @@ MAX_NODES: Final = 1 << 12
 
 NOTHING: Final = np.empty(0, np.uint8)
 
-RELEASES: Final = ("free", "drop", "close", "wait")
+RELEASES: Final = ("free", "wait")
 """Commands that are done after a failure too."""
 
 T = TypeVar("T")
@@ -99,9 +99,7 @@ class Node:
         devices = registry.devices() if names is None else [registry.device_by_name(name) for name in names]
         self._devices = {device.name: device for device in devices}
         self._files = SharedFiles(shared)
-        self._buffers: dict[int, Buffer] = {}
-        self._streams: dict[int, Backend] = {}
-        self._plans: dict[int, GraphPlan] = {}
+        self._things: dict[int, Buffer | Backend | GraphPlan] = {}
         self._busy: dict[int, Backend] = {}
         self._inbox, self._outbox = _Inbox(NOTHING, ()), _Outbox()
         self._commands = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_do_")}
@@ -162,10 +160,10 @@ class Node:
             forged(f"there is no command {name!r}")
         return self._commands[name](*arguments)
 
-    def _of(self, table: Mapping[int, T], handle: Any, kind: str) -> T:
-        found = table.get(handle) if type(handle) is int else None
-        if found is None:
-            forged(f"{handle!r} is no {kind} of this node (or was freed)")
+    def _of(self, kind: Any, handle: Any) -> Any:
+        found = self._things.get(handle) if type(handle) is int else None
+        if not isinstance(found, kind):
+            forged(f"{handle!r} is no {getattr(kind, '__name__', 'handle')} of this node (or was freed)")
         return found
 
     def _device(self, name: Any) -> Device:
@@ -175,7 +173,8 @@ class Node:
         return found
 
     def _buffer(self, handle: Any) -> Buffer:
-        return self._of(self._buffers, handle, "buffer")
+        buffer: Buffer = self._of(Buffer, handle)
+        return buffer
 
     def _span(self, place: Any, offset: Any, nbytes: Any) -> tuple[Tensor, int, int]:
         """Return a tensor, and a range of bytes in it.
@@ -200,9 +199,9 @@ class Node:
         found = _memories(self._device(device))
         return found[number_below(number, len(found), "a kind of memory")]
 
-    def _add(self, table: dict[int, T], thing: T) -> int:
+    def _add(self, thing: Buffer | Backend | GraphPlan) -> int:
         handle = secrets.randbits(52)  # a whole number in any reader of JSON
-        table[handle] = thing
+        self._things[handle] = thing
         return handle
 
     def _do_wait(self) -> None:
@@ -229,13 +228,7 @@ class Node:
 
     def _do_alloc(self, device: Any, memory: Any, nbytes: Any) -> int:
         buft = self._memory(device, memory)
-        return self._add(self._buffers, buft.alloc_buffer(number_below(nbytes, 1 << 63, "a size")))
-
-    def _do_free(self, handle: Any) -> None:
-        buffer = self._buffer(handle)
-        self._do_wait()
-        del self._buffers[handle]
-        buffer.free()
+        return self._add(buft.alloc_buffer(number_below(nbytes, 1 << 63, "a size")))
 
     def _do_usage(self, handle: Any, usage: Any) -> None:
         buffer = self._buffer(handle)
@@ -298,33 +291,31 @@ class Node:
     # -- streams and plans ---------------------------------------------------------------------
 
     def _do_open(self, device: Any, params: Any) -> int:
-        return self._add(self._streams, self._device(device).init_backend(params))
+        return self._add(self._device(device).init_backend(params))
 
     def _do_threads(self, handle: Any, n: Any) -> None:
-        stream = self._of(self._streams, handle, "stream")
+        stream = self._of(Backend, handle)
         set_n_threads = stream.device.reg.get_proc_address("set_n_threads")
         if set_n_threads is not None:
             set_n_threads(stream, n)
 
-    def _do_close(self, handle: Any) -> None:
-        stream = self._of(self._streams, handle, "stream")
-        self._do_wait()
-        del self._streams[handle]
-        stream.free()
-
     def _do_plan(self, stream: Any, graph: Any) -> int:
-        backend = self._of(self._streams, stream, "stream")
-        return self._add(self._plans, backend.graph_plan_create(read_graph(graph, self._buffer)))
+        backend = self._of(Backend, stream)
+        return self._add(backend.graph_plan_create(read_graph(graph, self._buffer)))
 
-    def _do_drop(self, handle: Any) -> None:
-        plan = self._of(self._plans, handle, "plan")
+    def _do_free(self, handle: Any) -> None:
+        """Release a buffer, a stream or a plan."""
+        thing = self._of((Buffer, Backend, GraphPlan), handle)
         self._do_wait()
-        del self._plans[handle]
-        with suppress(FreedError):  # its stream may have been closed before
-            plan.backend.graph_plan_free(plan)
+        del self._things[handle]
+        if isinstance(thing, GraphPlan):
+            with suppress(FreedError):  # its stream may have been freed before
+                thing.backend.graph_plan_free(thing)
+        else:
+            thing.free()
 
     def _do_compute(self, handle: Any) -> None:
-        plan = self._of(self._plans, handle, "plan")
+        plan = self._of(GraphPlan, handle)
         stream = plan.backend
         if any(busy is not stream for busy in self._busy.values()):
             self._do_wait()

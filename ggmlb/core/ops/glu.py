@@ -194,7 +194,6 @@ SPECS = (
         Op.GLU,
         backward={0: partial(_back_part, 0), 1: partial(_back_part, 1)},
         params=("op", "swapped"),
-        more_params=("alpha", "limit"),  # SWIGLU_OAI's
         shard=_shard_glu,
         samples={**{f"glu {op.name.lower()}": _sample(op) for op in GluOp}},
         cases={

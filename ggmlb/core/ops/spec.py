@@ -65,7 +65,6 @@ class OpSpec:
     Attributes:
         op: The op.
         params: Names in `Tensor.params`.
-        more_params: Names that nodes of some of its functions have besides.
         inplace: How many of the first operands may share their memory with the result; kernels must then
             work in place. The ops are those of ggml_op_can_inplace. ggml allows any operand of the same
             layout; here only those read element by element or row by row: not a mask, a bias or a table.
@@ -81,7 +80,6 @@ class OpSpec:
 
     op: Op
     params: tuple[str, ...] = ()
-    more_params: tuple[str, ...] = ()
     inplace: int = 0
     also_written: tuple[int, ...] = ()
     backward: Mapping[int, Backward] = field(default_factory=dict)

@@ -340,7 +340,6 @@ SPECS = (
         Op.UNARY,
         backward={0: _back_unary},
         params=("op",),
-        more_params=("alpha_n", "alpha_p", "beta", "eps"),  # XIELU's
         inplace=1,
         shard=elementwise,
         samples={**{f"unary {op.name.lower()}": _sample(op) for op in UnaryOp}},
