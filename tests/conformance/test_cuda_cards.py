@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import ArgumentError, BackendError
 from ggmlb.interface import tensor_copy, tensor_copy_async
-from tests.support.gpus import hold_up, leaf
+from tests.support.gpus import hold_up, host_driver, is_reached, leaf
 
 
 @pytest.fixture(scope="module", params=["played", pytest.param("card", marks=pytest.mark.gpu)])
@@ -92,7 +93,7 @@ def test_a_copy_on_one_stream_waits_for_no_other(streams: list[CudaBackend]) -> 
     second.get_tensor_async(dst, out)
     first.set_tensor_async(src, np.full(1000, 2, np.float32))  # after the copy
     first.synchronize()
-    assert not second.device.driver.event_done(slow.handle)
+    assert not is_reached(second.device, slow.handle)
     second.synchronize()
     assert (out == 1).all()
     assert (src.to_numpy()[0], dst.to_numpy()[0]) == (2, 1)
@@ -148,6 +149,38 @@ def test_a_pipeline_over_cards(
     for batch, result in zip(batches, results, strict=True):
         want = np.maximum(batch @ arrays[0].T, 0) @ arrays[1].T
         assert np.allclose(result, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "peers", "loses", "warning"),
+    [
+        ("", True, True, None),
+        ("0", True, False, None),
+        ("1", True, True, "direct copies damage the data"),
+        ("1", False, True, "CUDA offers no direct copies"),
+        ("1", True, False, None),
+    ],
+    ids=["unset", "off", "damaged", "no peers", "direct"],
+)
+@pytest.mark.parametrize("how", ["tensor_copy", "cpy_tensor_async", "copy_on_stream"])
+def test_direct_copies_are_asked_for_and_tried_first(
+    monkeypatch: pytest.MonkeyPatch, how: str, asked: str, peers: bool, loses: bool, warning: str | None
+) -> None:
+    """CUDA tells of no copy that is damaged on its way."""
+    driver = host_driver(n_devices=2)
+    driver.peers, driver.loses = peers, loses
+    monkeypatch.setenv("GGMLB_CUDA_P2P", asked)
+    first, second = (device.init_backend() for device in CudaReg(driver).devices)
+    src, dst = leaf(first), leaf(second)
+    src.set(np.ones(1000, np.float32))
+    with pytest.warns(RuntimeWarning, match=warning) if warning else nullcontext():
+        if how == "tensor_copy":
+            tensor_copy(src, dst)
+        else:
+            assert getattr(second, how)(*([first] if how == "cpy_tensor_async" else []), src, dst)
+    tensor_copy(dst, src)  # the other way, without another trial
+    assert (dst.to_numpy() == 1).all() and (src.to_numpy() == 1).all()
+    assert len(driver.enabled) == (2 if asked == "1" and warning is None else 0)
 
 
 def test_sums_over_cards(reg: CudaReg, streams: list[CudaBackend]) -> None:

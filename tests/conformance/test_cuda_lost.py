@@ -62,7 +62,6 @@ def actions(device: Any) -> dict[str, Callable[[], object]]:
         "clear": y.buffer.clear,
         "free and allocate": lambda: (freed.free(), device.buffer_type.alloc_buffer(256)),
         "memory": lambda: device.memory,
-        "description": lambda: device.description,
         "init_backend": device.init_backend,
         "buffer_from_host_ptr": lambda: device.buffer_from_host_ptr(host),
         "synchronize": stream.synchronize,

@@ -14,6 +14,7 @@ import pytest
 from ggmlb import Context, DType, Event, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.plan import CudaPlan
+from ggmlb.interface import tensor_alloc
 from tests.support.gpus import PLAYED, device_fixture, leaf, scaled
 
 device = device_fixture(PLAYED)
@@ -147,6 +148,43 @@ def frees(stream: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 
     monkeypatch.setattr(driver, "free", counted)
     yield busy
+
+
+def test_memory_that_was_freed_is_given_back_by_the_next_wait(stream: CudaBackend, frees: list[int]) -> None:
+    """A stream is idle once its work is done: a record that is asked for at once never is."""
+    gc.collect()
+    t, buffer = leaf(stream), stream.alloc_buffer(4096)
+    ctx = Context()
+    tensor_alloc(buffer, ctx.new_tensor(DType.F32, (4,)), 0)
+    stream.set_tensor_async(ctx.tensors[0], np.zeros(4, np.float32))
+    stream.set_tensor_async(t, np.zeros(N, np.float32))
+    stream.synchronize()
+    with stream.device.on():
+        assert stream.stream.is_idle()
+    frees.clear()
+    buffer.free()
+    stream.synchronize()
+    assert frees == [0]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("nbytes", [4000, 1 << 20])
+def test_no_lock_is_held_while_the_device_is_waited_for(
+    stream: CudaBackend, other: CudaBackend, call: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The played driver waits where CUDA may, and fails where that is under a stream's lock."""
+    monkeypatch.setattr(__name__ + ".N", nbytes // 4)
+    for backend in (stream, other):
+        _, _, graph = scaled(backend)
+        backend.graph_compute_async(graph)
+        backend.start_timing()
+    CALLS[call](Shared(stream, other))
+    for backend in (stream, other):
+        backend.synchronize()
+        backend.clock._last = 0  # type: ignore[union-attr]  # as after a pause, when times are taken anew
+    CALLS[call](Shared(stream, other))
+    for backend in (stream, other):
+        backend.stop_timing()
 
 
 def test_a_wait_for_one_stream_does_not_stall_the_card_to_free_memory(

@@ -115,6 +115,12 @@ def held(backend: Any) -> Iterator[None]:
         gate.open()
 
 
+def is_reached(device: Any, event: int) -> bool:
+    """Whether a device's event is reached, by its handle."""
+    with device.on():
+        return bool(device.driver.event_done(event))
+
+
 def leaf(backend: Backend, n_elements: int = 1000) -> Tensor:
     """Return a row of floats in the stream's memory."""
     ctx = Context()

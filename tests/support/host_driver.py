@@ -1,8 +1,12 @@
 """CUDA's driver played by the host: the CUDA backend's plans, arguments and order of work, with no card.
 
 Every address is looked up, and belongs to one device; memory is poisoned when it is allocated and when it is
-freed. Streams are lists of work that runs only when something waits for it, so that a wait that was forgotten
-shows as poison. Kernels are compiled by NVRTC, and their PTX is run (`tests.support.ptx`) with the very
+freed. Streams are lists of work that runs only when something waits for it, so that a wait that was
+forgotten shows as poison. Where CUDA's answer depends on time or on the machine, it is the worst one: an event is
+never reached at once, copies of pageable memory wait for the stream, a device that is current has a context, and
+what cards send each other directly is lost. No call may wait for the device under a stream's lock.
+
+Kernels are compiled by NVRTC, and their PTX is run (`tests.support.ptx`) with the very
 argument blocks that the backend packed for CUDA: what is computed is computed. What only a card can tell
 (real asynchrony, capture as CUDA does it) is not played.
 """
@@ -13,11 +17,12 @@ import bisect
 import ctypes
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
 from typing import Any
 
@@ -25,15 +30,34 @@ import numpy as np
 
 from ggmlb.backends.cuda.arguments import layout
 from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Driver, Facts, address_of
+from ggmlb.backends.cuda.stream import Stream
 from ggmlb.backends.gpu import Kernel, Launch
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface.data import Bytes
 from tests.support.host_libraries import HostCollective, QueuedBlas
-from tests.support.host_streams import HostError, HostStream, Op, Point
+from tests.support.host_streams import RECORD, HostError, HostStream, Op, Point
 from tests.support.ptx import BACKWARD, Compiler, build
 
 POISON = 0xFF
 ALIGNMENT = 256
+
+STAGED_NBYTES = 64 << 10
+"""Up to here, a copy from pageable memory returns at once; a larger one waits for the stream first."""
+
+STREAMS: weakref.WeakSet[Stream] = weakref.WeakSet()
+"""All streams of the backend, for their locks."""
+
+
+def _remembered(init: Any) -> Any:
+    @wraps(init)
+    def remember(self: Stream, *args: Any) -> None:
+        init(self, *args)
+        STREAMS.add(self)
+
+    return remember
+
+
+Stream.__init__ = _remembered(Stream.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +94,10 @@ class HostDriver(Driver):
 
     Attributes:
         counts: How often graphs were launched ("replay") and updated, and pools emptied ("trim").
-        peers: Whether devices reach each other's memory.
+        peers: Whether devices say that they reach each other's memory.
+        loses: Whether what they send each other directly is lost, as where an IOMMU translates.
+        contexts: Devices that have a context: those that were current.
+        exclusive: Devices that another process has for itself.
         eager: Devices whose work runs at once, not as late as it may.
         registered: Where host memory begins, and ends, that the driver was told of.
         fail: Names of calls that fail from now on.
@@ -90,7 +117,11 @@ class HostDriver(Driver):
         self._graphs: dict[int, list[Op]] = {}
         self._execs: dict[int, list[Op]] = {}
         self.counts: Counter[str] = Counter()
-        self.peers = True
+        self.peers = self.loses = True
+        self.enabled: set[tuple[int, int]] = set()
+        self.contexts: set[int] = set()
+        self.exclusive: set[int] = set()
+        self._locked: dict[int, int] = {}
         self.eager: set[int] = set()
         self.registered: dict[int, int] = {}
         self.fail: set[str] = set()
@@ -99,21 +130,35 @@ class HostDriver(Driver):
         if call in self.fail:
             raise HostError(f"{call} fails, as the test asked", status)
 
+    def _wait(self, call: str) -> None:
+        """Called where CUDA waits for the device: other threads need the streams' locks meanwhile."""
+        held = [stream for stream in STREAMS if stream.lock._is_owned()]  # type: ignore[attr-defined]
+        assert not held, f"{call} waits for the device while a stream's lock is held"
+
     # -- devices -------------------------------------------------------------------------------
 
     def device_count(self) -> int:
         return self._n
 
     def facts(self, device: int) -> Facts:
-        return Facts("Host", f"0000:0{device}:00.0", self._capability, 2, False)
+        return Facts("Host", f"0000:0{device}:00.0", self._capability, 2, self._capacity, False)
 
     @contextmanager
     def on(self, device: int | None) -> Iterator[None]:
-        before, self._local.device = self.current_device, device
+        before = self.current_device
+        self.set_current(device)
         try:
             yield
         finally:
             self._local.device = before
+
+    def set_current(self, device: int | None) -> None:
+        """Make a device this thread's current one, or none; a device gets a context by that."""
+        if device is not None:
+            if device in self.exclusive:
+                raise HostError("CUDA-capable device(s) is/are busy or unavailable", 46)
+            self.contexts.add(device)
+        self._local.device = device
 
     @property
     def current_device(self) -> int | None:
@@ -124,7 +169,8 @@ class HostDriver(Driver):
         return self.current_device
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        used = sum(a.array.size for a in self._allocations.values() if a.device == device)
+        with self.on(device):
+            used = sum(a.array.size for a in self._allocations.values() if a.device == device)
         return self._capacity - used, self._capacity
 
     def is_out_of_memory(self, error: Exception) -> bool:
@@ -179,7 +225,18 @@ class HostDriver(Driver):
 
     def pinned(self, nbytes: int) -> Bytes:
         self._check("pinned", 2)
-        return aligned(nbytes)
+        array = aligned(nbytes)
+        start = address_of(array)
+        self._locked[start] = start + nbytes
+        weakref.finalize(array.base, self._locked.pop, start).atexit = False
+        return array
+
+    def is_pinned(self, array: Bytes) -> bool:
+        return self._is_locked(address_of(array), array.size)
+
+    def _is_locked(self, address: int, nbytes: int) -> bool:
+        locked = (*self._locked.items(), *self.registered.items())
+        return any(start <= address and address + nbytes <= stop for start, stop in locked)
 
     def register(self, array: Bytes) -> None:
         self._check("register")
@@ -207,7 +264,14 @@ class HostDriver(Driver):
         s = self.streams[stream]
         if s.captured is not None:
             raise HostError("operation not permitted when stream is capturing", 900)
+        self._wait("stream_synchronize")
         s.run_to(s.n_queued)
+
+    def stream_done(self, stream: int) -> bool:
+        s = self.streams[stream]
+        if s.captured is not None:
+            raise HostError("operation not permitted when stream is capturing", 900)
+        return s.is_done(s.n_queued)
 
     def stream_wait(self, stream: int, event: int) -> None:
         point = self._events[event]  # as it stands now: to record the event again changes nothing
@@ -228,6 +292,7 @@ class HostDriver(Driver):
             raise HostError("invalid resource handle: event and stream are of two devices", 400)
         if s.captured is not None:
             raise HostError("an event was recorded in a capture", 900)
+        self.put(stream, Op(RECORD, lambda: None))
         self._events[event] = Point(s, s.n_queued, point.device)
 
     def event_done(self, event: int) -> bool:
@@ -235,6 +300,7 @@ class HostDriver(Driver):
 
     def event_synchronize(self, event: int) -> None:
         self._check("synchronize", 700)
+        self._wait("event_synchronize")
         self._events[event].run()
 
     def event_elapsed(self, start: int, end: int) -> float:
@@ -268,16 +334,30 @@ class HostDriver(Driver):
             for i in range(n):
                 ctypes.memmove(dst + i * dst_pitch, src + i * src_pitch, width)
 
-        self.put(stream, Op(f"copy {kind.name}", run, on_device))
+        host, pitch = (dst, dst_pitch) if kind == CopyKind.TO_HOST else (src, src_pitch)
+        is_pageable = kind != CopyKind.ON_DEVICE and not self._is_locked(host, (n - 1) * pitch + width)
+        if is_pageable and (kind == CopyKind.TO_HOST or n * width > STAGED_NBYTES):
+            self._wait(f"a copy of pageable memory, {kind.name},")
+            self.put(stream, Op(f"copy {kind.name}", run, on_device))
+            self.streams[stream].run_to(self.streams[stream].n_queued)
+        else:
+            self.put(stream, Op(f"copy {kind.name}", run, on_device))
 
     def copy_peer(
         self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
     ) -> None:
         assert (self.device_of(dst), self.device_of(src)) == (dst_device, src_device)
-        self.put(stream, Op("copy_peer", partial(ctypes.memmove, dst, src, nbytes), (dst, src)))
+        is_direct = {(dst_device, src_device), (src_device, dst_device)} & self.enabled
+        copy = (lambda: None) if is_direct and self.loses else partial(ctypes.memmove, dst, src, nbytes)
+        self.put(stream, Op("copy_peer", copy, (dst, src)))
 
     def enable_peer(self, device: int, peer: int) -> bool:
+        if self.peers:
+            self.enabled.add((device, peer))
         return self.peers
+
+    def disable_peer(self, device: int, peer: int) -> None:
+        self.enabled.remove((device, peer))
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self.put(stream, Op("fill", partial(ctypes.memset, address, value, nbytes), (address,)))
@@ -360,3 +440,23 @@ class HostDriver(Driver):
         made: dict[str, Sized] = {"streams": self.streams, "events": self._events, "graphs": self._graphs}
         made |= {"executables": self._execs, "cuBLAS handles": range(self._blas.real.handles)}
         return {name: len(things) for name, things in made.items() if things}
+
+
+ANYWHERE = {
+    "device_count", "facts", "on", "memory_info", "is_out_of_memory", "array", "view", "pinned", "register",
+    "unregister", "enable_peer", "disable_peer", "bind", "blas",
+}  # fmt: skip
+"""Calls that need no current device. For others, CUDA would take the first, and make a context there."""
+
+
+def _in_context(call: Any) -> Any:
+    @wraps(call)
+    def checked(self: HostDriver, *args: Any, **options: Any) -> Any:
+        self._device()
+        return call(self, *args, **options)
+
+    return checked
+
+
+for _name in Driver.__abstractmethods__ - ANYWHERE:
+    setattr(HostDriver, _name, _in_context(getattr(HostDriver, _name)))

@@ -35,7 +35,6 @@ from tests.support.ptx.program import Program, Span
 HOST = HostDriver(n_devices=int(os.environ.get("PLAYED_CARDS", "1")), capacity=8 << 30)
 
 NOT_READY, PEER_ALREADY_ENABLED, TOO_MANY_PEERS = 600, 704, 711
-_peers: set[tuple[int, int]] = set()
 _pinned: dict[int, Any] = {}
 _programs: list[tuple[str, Program]] = []
 
@@ -49,16 +48,16 @@ def _raw(address: int, nbytes: int) -> Bytes:
 # -- the runtime -----------------------------------------------------------------------------------
 
 
-def _set_device(device: int) -> None:
-    HOST._local.device = None if device < 0 else device
-
-
 def _properties(device: int) -> dict[str, Any]:
     facts = HOST.facts(device)
     major, minor = divmod(facts.capability, 10)
     domain, bus, slot = (int(part, 16) for part in facts.pci_bus_id.removesuffix(".0").split(":"))
     place = {"pciDomainID": domain, "pciBusID": bus, "pciDeviceID": slot}
-    about = {"name": facts.name.encode(), "integrated": int(facts.is_integrated)}
+    about = {
+        "name": facts.name.encode(),
+        "integrated": int(facts.is_integrated),
+        "totalGlobalMem": facts.nbytes,
+    }
     return {**about, **place, "major": major, "minor": minor, "multiProcessorCount": facts.n_units}
 
 
@@ -66,7 +65,7 @@ def _attributes(ptr: int) -> SimpleNamespace:
     try:
         return SimpleNamespace(type=2, device=HOST.device_of(ptr))
     except HostError:
-        return SimpleNamespace(type=0, device=-2)  # host memory that CUDA knows nothing of
+        return SimpleNamespace(type=int(HOST._is_locked(ptr, 1)), device=-2)
 
 
 def _pin(size: int) -> int:
@@ -87,22 +86,22 @@ def _copy(dst: int, dpitch: int, src: int, spitch: int, width: int, n: int, kind
 def _enable_peer(peer: int) -> None:
     HOST._check("peer", TOO_MANY_PEERS)
     pair = HOST._device(), peer
-    if pair in _peers:
+    if pair in HOST.enabled:
         raise HostError("peer access is already enabled", PEER_ALREADY_ENABLED)
-    _peers.add(pair)
+    HOST.enable_peer(*pair)
 
 
 CALLS: dict[str, Callable[..., Any]] = {
     "driverGetVersion": lambda: 13000,
     "runtimeGetVersion": lambda: 13020,
     "getDeviceCount": HOST.device_count,
-    # -1 where none was set, so that it is set to none again, and its use is noticed
-    "getDevice": lambda: -1 if HOST.current_device is None else HOST.current_device,
-    "setDevice": _set_device,
+    "getDevice": lambda: HOST.current_device or 0,
+    "setDevice": HOST.set_current,
     "getDeviceProperties": _properties,
     "deviceSynchronize": lambda: [*map(HOST.stream_synchronize, list(HOST.streams))],
     "deviceCanAccessPeer": lambda device, peerDevice: int(HOST.peers),
     "deviceEnablePeerAccess": _enable_peer,
+    "deviceDisablePeerAccess": lambda peerDevice: HOST.disable_peer(HOST._device(), peerDevice),
     "memGetInfo": lambda: HOST.memory_info(HOST._device()),
     "malloc": HOST.malloc,
     "free": HOST.free,
@@ -114,6 +113,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "streamCreateWithFlags": lambda flags: {rt.streamNonBlocking: HOST.stream_new}[flags](),
     "streamDestroy": HOST.stream_free,
     "streamSynchronize": HOST.stream_synchronize,
+    "streamQuery": lambda stream: 0 if HOST.stream_done(stream) else NOT_READY,
     "streamWaitEvent": lambda stream, event, flags=0: HOST.stream_wait(stream, event),
     "streamBeginCapture": lambda stream, mode=rt.streamCaptureModeRelaxed: HOST.capture_begin(stream),
     "streamEndCapture": HOST.capture_end,
@@ -134,12 +134,23 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 """What answers functions of CuPy's runtime."""
 
+NEEDS_NO_DEVICE = {
+    "driverGetVersion", "runtimeGetVersion", "getDeviceCount", "getDevice", "setDevice",
+    "getDeviceProperties", "deviceCanAccessPeer", "launchKernel",
+}  # fmt: skip
+"""What makes no context where none is current."""
+
 
 def _answered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         assert all(isinstance(arg, (int, np.integer)) for arg in args), f"{name} takes numbers, not {args}"
         try:
-            return function(*args)
+            if name in NEEDS_NO_DEVICE:
+                return function(*args)
+            with HOST.on(
+                HOST.current_device or 0
+            ):  # as the runtime does, with a context for the first device
+                return function(*args)
         except HostError as error:
             raise rt.CUDARuntimeError(error.status) from error
 
@@ -187,6 +198,7 @@ def _launch(f: int, *rest: Any) -> None:
         program.launch(grid, block, arguments, spans, BACKWARD, shared)
 
     HOST._check("launch")
+    HOST._device()
     HOST.put(stream, Op(name, run))
 
 
@@ -216,7 +228,7 @@ class Stream:
         self.current.pop()
 
     def synchronize(self) -> None:
-        HOST.stream_synchronize(self.ptr)
+        rt.streamSynchronize(self.ptr)
 
 
 class Memory:
@@ -227,7 +239,7 @@ class Memory:
             self.ptr = HOST.malloc(size)
 
     def __del__(self) -> None:
-        HOST.free(self.ptr)
+        rt.free(self.ptr)
 
 
 # -- NCCL and other libraries ------------------------------------------------------------------------
@@ -275,13 +287,33 @@ NCCL = _Nccl("cupy.cuda.nccl")
 _load = ctypes.CDLL
 
 
+def _device(handle: Any, device: int) -> int:
+    handle._obj.value = device
+    return 0
+
+
+def _retain(context: Any, device: Any) -> int:
+    """Make a device's context, whose handle is the device's number and 1."""
+    if device.value in HOST.exclusive:
+        return 46
+    with HOST.on(device.value):
+        context._obj.value = device.value + 1
+    return 0
+
+
 def _library(name: Any, *args: Any, **options: Any) -> Any:
     """Load a library, but for those of CUDA that the backend loads itself."""
     is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith("ggmlb.")
     file = Path(name).name if is_ours and isinstance(name, str) else ""
     if file.startswith("libcuda.so"):
-        update: Any = lambda old, graph, _: 0 if HOST.exec_update(old.value, graph.value) else 910  # noqa: E731
-        return SimpleNamespace(cuGraphExecUpdate_v2=update)
+        if "libcuda" in HOST.fail:
+            raise OSError(f"{file}: cannot open shared object file")
+        return SimpleNamespace(
+            cuGraphExecUpdate_v2=lambda old, graph, _: 0 if HOST.exec_update(old.value, graph.value) else 910,
+            cuInit=lambda flags: 0,
+            cuDeviceGet=_device,
+            cuDevicePrimaryCtxRetain=_retain,
+        )
     return HOST.blas() if file.startswith("libcublas.so") else _load(name, *args, **options)
 
 
@@ -290,7 +322,11 @@ def install() -> None:
     pool = SimpleNamespace(free_all_blocks=HOST.trim)
     places: dict[Any, dict[str, Any]] = {
         rt: {name: _answered(name, function) for name, function in CALLS.items()},
-        cu: {"launchKernel": _answered("launchKernel", _launch)},
+        cu: {
+            "launchKernel": _answered("launchKernel", _launch),
+            "ctxGetCurrent": lambda: 0 if HOST.current_device is None else HOST.current_device + 1,
+            "ctxSetCurrent": lambda ctx: HOST.set_current(ctx - 1 if ctx else None),
+        },
         ctypes: {"CDLL": _library},
         cupy.cuda: {
             "is_available": lambda: True, "Device": lambda device=0: HOST.on(device), "alloc": Memory,

@@ -99,6 +99,8 @@ def calls(driver: Driver) -> dict[str, Callable[[], object]]:
         "unregister": lambda: driver.unregister(host),
         "stream_new": driver.stream_new,
         "stream_free": lambda: driver.stream_free(p),
+        "is_pinned": lambda: driver.is_pinned(host),
+        "stream_done": lambda: driver.stream_done(p),
         "stream_synchronize": lambda: driver.stream_synchronize(p),
         "stream_wait": lambda: driver.stream_wait(p, p),
         "event_new": lambda: driver.event_new(timed=True),
@@ -111,6 +113,7 @@ def calls(driver: Driver) -> dict[str, Callable[[], object]]:
         "copy_2d": lambda: driver.copy_2d(p, 10, p, 10, 5, 3, CopyKind.TO_HOST, p),
         "copy_peer": lambda: driver.copy_peer(p, 0, p, 1, 5, p),
         "enable_peer": lambda: driver.enable_peer(0, 1),
+        "disable_peer": lambda: driver.disable_peer(0, 1),
         "fill": lambda: driver.fill(p, 255, 10, p),
         "capture_begin": lambda: driver.capture_begin(p),
         "capture_end": lambda: driver.capture_end(p),
@@ -191,7 +194,7 @@ def test_what_the_compiler_says_becomes_our_error(monkeypatch: pytest.MonkeyPatc
         (70, cupy_driver.CompileException("nvrtc: error: invalid value", "", "", ()), "compiles from 7.5"),
         (90, RuntimeError("Failed to find CUDA headers"), r"cupy-cuda13x\[ctk\]"),
     ):
-        facts = cupy_driver.Facts("", "", capability, 1, False)
+        facts = cupy_driver.Facts("", "", capability, 1, 0, False)
         monkeypatch.setattr(driver, "facts", lambda device, facts=facts: facts)
 
         class Module:

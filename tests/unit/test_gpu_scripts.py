@@ -45,13 +45,16 @@ def test_the_benchmark_of_a_card_runs_every_section(tmp_path: Path) -> None:
     assert "0 sections failed, 0 left out" in done.stdout
 
 
-CARDS = """
+REG = """
 import numpy as np
 from tests.support.played_cupy import HOST
-from ggmlb import BackendError, Context, DType, alloc_ctx_tensors
+from ggmlb import BackendError, Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda import CudaReg
 
 reg = CudaReg()
+"""
+
+CARDS = """
 streams = [device.init_backend() for device in reg.devices]
 tensors = []
 for stream in streams:
@@ -65,8 +68,8 @@ def fill():
 """
 
 
-def on_two_cards(text: str) -> str:
-    done = python("-c", CARDS + text, PYTHONPATH=PLAYED, PLAYED_CARDS="2")
+def on_two_cards(text: str, **environment: str) -> str:
+    done = python("-c", REG + text, PYTHONPATH=PLAYED, PLAYED_CARDS="2", **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -74,19 +77,71 @@ def on_two_cards(text: str) -> str:
 def test_cards_that_cannot_reach_each_other_copy_by_way_of_the_host() -> None:
     """Whatever CUDA's reason: too many peers, no memory for the mapping."""
     told = on_two_cards(
+        CARDS + "import warnings\n"
         "HOST.fail.add('peer')\n"
         "fill()\n"
-        "print(streams[1].cpy_tensor_async(streams[0], *tensors))\n"
+        "with warnings.catch_warnings(record=True) as told:\n"
+        "    print(streams[1].cpy_tensor_async(streams[0], *tensors), told[0].message)\n"
         "streams[1].synchronize()\n"
-        "print(tensors[1].to_numpy()[0], reg.devices[0].driver.enable_peer(0, 1))\n"
+        "print(tensors[1].to_numpy()[0], HOST.enabled)\n",
+        GGMLB_CUDA_P2P="1",
     )
-    assert told.split() == ["True", "1.0", "False"]
+    assert told.startswith("True GGMLB_CUDA_P2P=1, but between CUDA0 and CUDA1 CUDA offers no direct copies")
+    assert told.endswith("1.0 set()\n")
+
+
+def test_a_program_that_uses_one_card_makes_a_context_on_no_other() -> None:
+    """Not even where it stops using it; and the other may be another process's for itself."""
+    told = on_two_cards(
+        """
+HOST.exclusive.add(0)
+device = reg.devices[1]
+with device.init_backend() as stream, init_by_name("CPU") as cpu, Scheduler([stream, cpu]) as scheduler:
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(DType.F32, (64, 3)))
+    y = ctx.relu(ctx.scale(x, 2.0))
+    z = ctx.scale(y, 3.0)
+    scheduler.set_tensor_backend(z, cpu)
+    graph = Graph().build_forward_expand(z)
+    scheduler.alloc_graph(graph)
+    for i in range(4):
+        x.set_array(np.full((3, 64), i))
+        scheduler.graph_compute(graph)
+        assert (z.to_numpy() == 6 * i).all()
+    event = device.event_new()
+    stream.event_record(event)
+    event.synchronize()
+    assert y.as_array() is not None
+    assert reg.get_proc_address("register_host_buffer")(np.zeros(4096, np.uint8))
+    del ctx, x, y, z, graph
+import gc
+gc.collect()
+print([d.description for d in reg.devices], device.memory, HOST.contexts)
+try:
+    reg.devices[0].init_backend()
+except BackendError as error:
+    print(error)
+"""
+    )
+    assert "{1}\n" in told
+    assert "open a stream on CUDA0: " in told
+
+
+def test_a_missing_library_of_the_driver_is_told_as_our_error() -> None:
+    told = on_two_cards(
+        "HOST.fail.add('libcuda')\n"
+        "try:\n"
+        "    reg.devices[0].init_backend()\n"
+        "except BackendError as error:\n"
+        "    print(error)\n"
+    )
+    assert "open a stream on CUDA0: cudaErrorInsufficientDriver" in told
 
 
 def test_after_an_error_of_nccl_the_next_sum_works() -> None:
     """The group of the calls that failed is closed: it would take in all that come later."""
     told = on_two_cards(
-        "get = reg.get_proc_address\n"
+        CARDS + "get = reg.get_proc_address\n"
         "comm = get('comm_init')(streams)\n"
         "fill()\n"
         "HOST.fail.add('sum')\n"

@@ -6,13 +6,14 @@ CuPy is imported when the devices are first requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.errors import BackendBroken, BackendUnavailable
 from ggmlb.interface import BackendReg
 
 if TYPE_CHECKING:
+    from ggmlb.backends.cuda.buffer import PeerAccess
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.host import CudaHostBufferType
@@ -47,6 +48,13 @@ class CudaReg(BackendReg):
         self._driver = driver
         self._devices: tuple[CudaDevice, ...] | None = None
         self._host_buffer_type: CudaHostBufferType | None = None
+
+    @cached_property
+    def peers(self) -> PeerAccess:
+        """The direct copies between its devices."""
+        from ggmlb.backends.cuda.buffer import PeerAccess
+
+        return PeerAccess()
 
     @property
     def devices(self) -> Sequence[CudaDevice]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy.typing as npt
 
 from ggmlb.backends.common.fusion import gather
-from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, queue_copy, queue_read_2d, queue_write_2d
+from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, queue_copy
 from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
-from ggmlb.backends.cuda.driver import CopyKind, address_of, cuda_errors, guard
+from ggmlb.backends.cuda.driver import CopyKind, cuda_errors, guard
 from ggmlb.backends.cuda.graphs import IdleGraphs
 from ggmlb.backends.cuda.lowering import can_fuse
 from ggmlb.backends.cuda.memory import DeferredRelease
@@ -29,6 +28,7 @@ from ggmlb.parallel.row_split import Helpers
 if TYPE_CHECKING:
     from ggmlb.backends.common.fusion import Group
     from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.backends.cuda.stream import Stream
     from ggmlb.backends.gpu.bad_index import Slot, SlotBlock, Words
     from ggmlb.core.enums import Status
     from ggmlb.core.graph import Graph
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 MAX_HELD = 64
 """Number of kept host arrays of transfers at which finished ones are dropped."""
+
+STAGED_NBYTES = 64 << 10
+"""Largest write of pageable memory that CUDA takes over at once [bytes]; others may wait for the stream."""
 
 
 class CudaBackend(Backend):
@@ -125,46 +128,44 @@ class CudaBackend(Backend):
     # -- transfers -----------------------------------------------------------------------------
 
     def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        buffer = self._own(tensor)
-        if buffer is None:
+        if not self._copy("set_tensor_async", CopyKind.TO_DEVICE, tensor, data, offset):
             super()._set_tensor_async(tensor, data, offset)
-            return
-        with self._transfer(f"set_tensor_async on {tensor.describe()}"), self.device.on():
-            to = buffer.address + tensor.offset + offset
-            with self._queued(tensor):
-                self._driver.copy(to, address_of(data), data.size, CopyKind.TO_DEVICE, self.stream.handle)
-                self._hold(buffer, data)
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        buffer = self._own(tensor)
-        if buffer is None:
+        if not self._copy("get_tensor_async", CopyKind.TO_HOST, tensor, out, offset):
             super()._get_tensor_async(tensor, out, offset)
-            return
-        with self._transfer(f"get_tensor_async on {tensor.describe()}"), self.device.on():
-            start = buffer.address + tensor.offset + offset
-            with self._queued(tensor):
-                self._driver.copy(address_of(out), start, out.size, CopyKind.TO_HOST, self.stream.handle)
-                self._hold(buffer, out)
 
     def _set_tensor_2d_async(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
-        buffer = self._own(tensor)
-        if buffer is None or not can_pitch(pieces):
+        if not can_pitch(pieces) or not self._copy(
+            "set_tensor_2d_async", CopyKind.TO_DEVICE, tensor, data, pieces
+        ):
             super()._set_tensor_2d_async(tensor, data, pieces)
-            return
-        what = f"set_tensor_2d_async on {tensor.describe()}"
-        with self._transfer(what), self.device.on(), self._queued(tensor):
-            queue_write_2d(buffer, tensor, data, pieces, self.stream.handle)
-            self._hold(buffer, data)
 
     def _get_tensor_2d_async(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
-        buffer = self._own(tensor)
-        if buffer is None or not can_pitch(pieces):
+        if not can_pitch(pieces) or not self._copy(
+            "get_tensor_2d_async", CopyKind.TO_HOST, tensor, out, pieces
+        ):
             super()._get_tensor_2d_async(tensor, out, pieces)
-            return
-        what = f"get_tensor_2d_async on {tensor.describe()}"
-        with self._transfer(what), self.device.on(), self._queued(tensor):
-            queue_read_2d(buffer, tensor, out, pieces, self.stream.handle)
-            self._hold(buffer, out)
+
+    def _copy(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, at: int | Pieces) -> bool:
+        """Copy between host memory and a tensor; return whether the tensor is on this device.
+
+        Where CUDA would wait for the device, the copy is made on the stream of blocking transfers, so that
+        other threads may use this stream meanwhile.
+        """
+        buffer = self._own(tensor)
+        if buffer is None:
+            return False
+        with self._transfer(f"{call} on {tensor.describe()}"), self.device.on():
+            is_staged = kind is CopyKind.TO_DEVICE and host.size <= STAGED_NBYTES
+            if is_staged or self._driver.is_pinned(host):
+                with self._timed(tensor), self.stream.lock:
+                    buffer.queue(kind, tensor, host, at, self.stream.handle)
+                    self._hold(buffer, host)
+            else:
+                with self._timed(tensor):
+                    buffer.copy(call, kind, tensor, host, at)
+        return True
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         if not isinstance(backend_src, CudaBackend) or overlap(src, dst):
@@ -172,13 +173,7 @@ class CudaBackend(Backend):
         source, target = backend_src._own(src), self._own(dst)
         if source is None or target is None:
             return False
-        with self._transfer(f"copy {src.describe()} to {dst.describe()}"), self.device.on():
-            self.stream.wait_for([backend_src.stream])
-            with self._queued(src):
-                queue_copy(src, dst, self.stream.handle)
-            source.streams.add(self.stream)
-            target.streams.add(self.stream)
-            backend_src.stream.wait_for([self.stream])  # what comes next there may overwrite the source
+        self._queue_copy(source, src, target, dst, after=backend_src.stream)
         return True
 
     def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
@@ -187,12 +182,23 @@ class CudaBackend(Backend):
             return False
         if self.device not in (source.device, target.device):
             return False
+        self._queue_copy(source, src, target, dst)
+        return True
+
+    def _queue_copy(
+        self, source: CudaBuffer, src: Tensor, target: CudaBuffer, dst: Tensor, after: Stream | None = None
+    ) -> None:
+        """Queue a copy; with `after`, behind that stream's work, and before what comes next there."""
+        self.device.reg.peers.enable(source.device, target.device)
         with self._transfer(f"copy {src.describe()} to {dst.describe()}"), self.device.on():
-            with self._queued(src):
+            if after is not None:
+                self.stream.wait_for([after])
+            with self._timed(src), self.stream.lock:
                 queue_copy(src, dst, self.stream.handle)
             source.streams.add(self.stream)
             target.streams.add(self.stream)
-        return True
+            if after is not None:
+                after.wait_for([self.stream])
 
     def _own(self, tensor: Tensor) -> CudaBuffer | None:
         """Return the tensor's buffer if it is on this device; else `None`."""
@@ -236,13 +242,10 @@ class CudaBackend(Backend):
         with cuda_errors(self._driver, f"time the work of {self.name}"), self.device.on():
             clock.settle()
 
-    @contextmanager
-    def _queued(self, tensor: Tensor) -> Iterator[None]:
-        """Context manager to queue a copy: holds the stream's lock, and times the copy if timing is on."""
-        with self.stream.lock:
-            clock = self.clock
-            with nullcontext() if clock is None else clock.time(tensor.describe(), is_copy=True):
-                yield
+    def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
+        """Context manager that times a copy if timing is on; enters before the stream's lock: it may wait."""
+        clock = self.clock
+        return nullcontext() if clock is None else clock.time(tensor.describe(), is_copy=True)
 
     # -- order ---------------------------------------------------------------------------------
 
@@ -264,13 +267,9 @@ class CudaBackend(Backend):
             self._finish()
 
     def read_slots(self, block: SlotBlock, words: Words) -> None:
-        """As `SlotStream.read_slots`."""
-        buffer = cast("CudaBuffer", block.buffer)
-        what = f"read the index records of {self.name}"
-        with self._transfer(what), self.device.on(), self.stream.lock:
-            to = address_of(words)
-            self._driver.copy(to, buffer.address, words.nbytes, CopyKind.TO_HOST, self.stream.handle)
-            self._hold(buffer, words)
+        """As `SlotStream.read_slots`, but waits: CUDA would for such memory, under the stream's lock."""
+        self._finish()
+        cast("CudaBuffer", block.buffer).read(words)
 
     def clear_slot(self, slot: Slot) -> None:
         """As `SlotStream.clear_slot`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes, Pieces
+from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 256
 """Alignment of tensors [bytes]: that of cudaMalloc, and more than any kernel or cuBLAS needs."""
+
+PATTERN_NBYTES = 1 << 20
+"""Bytes that are sent between cards to try direct copies."""
 
 
 class CudaBufferType(BufferType):
@@ -96,45 +102,64 @@ class CudaBuffer(Buffer):
 
     def write(self, data: npt.NDArray[Any]) -> None:
         """Write an array at offset 0, and wait for it."""
-        driver, nbytes = self.device.driver, data.nbytes
+        self._copy_first(CopyKind.TO_DEVICE, self.address, data.ctypes.data, data.nbytes)
+
+    def read(self, out: npt.NDArray[Any]) -> None:
+        """Read the first bytes into an array, and wait for them."""
+        self._copy_first(CopyKind.TO_HOST, out.ctypes.data, self.address, out.nbytes)
+
+    def _copy_first(self, kind: CopyKind, dst: int, src: int, nbytes: int) -> None:
+        driver = self.device.driver
         self._transfer(
-            f"write {nbytes:,} bytes on {self.name}",
-            lambda stream: driver.copy(self.address, data.ctypes.data, nbytes, CopyKind.TO_DEVICE, stream),
+            f"copy {nbytes:,} bytes of {self.name}",
+            lambda stream: driver.copy(dst, src, nbytes, kind, stream),
+        )
+
+    def copy_peer(self, source: CudaBuffer) -> None:
+        """Copy another card's buffer of the same size, and wait for it."""
+        driver, there, here = self.device.driver, self.device.index, source.device.index
+        self._transfer(
+            f"copy {source.size:,} bytes of {source.name} to {self.name}",
+            lambda stream: driver.copy_peer(self.address, there, source.address, here, source.size, stream),
+            source,
+        )
+
+    def queue(self, kind: CopyKind, tensor: Tensor, host: Bytes, at: int | Pieces, stream: int) -> None:
+        """Queue a copy between host memory and a tensor, from an offset on or in pieces."""
+        driver, there, here = self.device.driver, self.address + tensor.offset, address_of(host)
+        is_write = kind is CopyKind.TO_DEVICE
+        if isinstance(at, int):
+            dst, src = (there + at, here) if is_write else (here, there + at)
+            driver.copy(dst, src, host.size, kind, stream)
+            return
+        offset, size, n, *pitches = at
+        ends = [(there + offset, pitches[0]), (here, pitches[1])]
+        to, start = ends if is_write else ends[::-1]
+        driver.copy_2d(*to, *start, size, n, kind, stream)
+
+    def copy(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, at: int | Pieces) -> None:
+        """As `queue`, after the work that uses the buffer, and wait for it."""
+        self._transfer(
+            f"{call} on {tensor.describe()}", lambda stream: self.queue(kind, tensor, host, at, stream)
         )
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        def write(stream: int) -> None:
-            to = self.address + tensor.offset + offset
-            self.device.driver.copy(to, address_of(data), data.size, CopyKind.TO_DEVICE, stream)
-
-        self._transfer(f"set_tensor on {tensor.describe()}", write)
+        self.copy("set_tensor", CopyKind.TO_DEVICE, tensor, data, offset)
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        def read(stream: int) -> None:
-            start = self.address + tensor.offset + offset
-            self.device.driver.copy(address_of(out), start, out.size, CopyKind.TO_HOST, stream)
-
-        self._transfer(f"get_tensor on {tensor.describe()}", read)
+        self.copy("get_tensor", CopyKind.TO_HOST, tensor, out, offset)
 
     def _set_tensor_2d(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
-        if not can_pitch(pieces):
+        if can_pitch(pieces):
+            self.copy("set_tensor_2d", CopyKind.TO_DEVICE, tensor, data, pieces)
+        else:
             super()._set_tensor_2d(tensor, data, pieces)
-            return
-
-        def write(stream: int) -> None:
-            queue_write_2d(self, tensor, data, pieces, stream)
-
-        self._transfer(f"set_tensor_2d on {tensor.describe()}", write)
 
     def _get_tensor_2d(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
-        if not can_pitch(pieces):
+        if can_pitch(pieces):
+            self.copy("get_tensor_2d", CopyKind.TO_HOST, tensor, out, pieces)
+        else:
             super()._get_tensor_2d(tensor, out, pieces)
-            return
-
-        def read(stream: int) -> None:
-            queue_read_2d(self, tensor, out, pieces, stream)
-
-        self._transfer(f"get_tensor_2d on {tensor.describe()}", read)
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
         self._fill(value, tensor.offset + offset, size)
@@ -153,6 +178,7 @@ class CudaBuffer(Buffer):
         source = src.buffer
         if not isinstance(source, CudaBuffer) or overlap(src, dst):
             return False
+        self.device.reg.peers.enable(source.device, self.device)
         self._transfer(
             f"copy {src.describe()} to {dst.describe()}",
             lambda stream: queue_copy(src, dst, stream),
@@ -176,23 +202,65 @@ class CudaBuffer(Buffer):
         self._memory = None
 
 
+class PeerAccess:
+    """Direct copies between cards with GGMLB_CUDA_P2P=1; without, CUDA copies by way of the host.
+
+    CUDA's own word is not enough: where an IOMMU translates, direct copies report success and damage the
+    data. So a pattern is sent both ways before a pair is used.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._works: dict[tuple[int, int], bool] = {}
+
+    def enable(self, a: CudaDevice, b: CudaDevice) -> None:
+        """Enable direct copies of two cards at their first copy; not to be called with a stream's lock."""
+        if a is b or not env.flag("GGMLB_CUDA_P2P", default=False):
+            return
+        first, second = sorted((a, b), key=lambda device: device.index)
+        with self._lock:
+            pair = first.index, second.index
+            if pair not in self._works:
+                self._works[pair] = False  # also if the trial fails
+                self._works[pair] = self._try(first, second)
+
+    def _try(self, a: CudaDevice, b: CudaDevice) -> bool:
+        driver, ways = a.driver, [(a, b), (b, a)]
+        with cuda_errors(driver, f"let {a.name} and {b.name} access each other's memory"):
+            enabled = [(x, y) for x, y in ways if driver.enable_peer(x.index, y.index)]
+            if len(enabled) == 2 and _arrives(a, b) and _arrives(b, a):
+                return True
+            for x, y in enabled:
+                driver.disable_peer(x.index, y.index)
+        why = "direct copies damage the data" if len(enabled) == 2 else "CUDA offers no direct copies"
+        warnings.warn(
+            f"GGMLB_CUDA_P2P=1, but between {a.name} and {b.name} {why}: they go by way of the host",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+
+
+def _arrives(source: CudaDevice, target: CudaDevice) -> bool:
+    """Whether a direct copy of a pattern arrives unchanged."""
+    pattern = np.random.default_rng(0).integers(1, 256, PATTERN_NBYTES, np.uint8)
+    out = np.zeros_like(pattern)
+    with (
+        source.buffer_type.alloc_buffer(out.nbytes) as src,
+        target.buffer_type.alloc_buffer(out.nbytes) as dst,
+    ):
+        assert isinstance(src, CudaBuffer)
+        assert isinstance(dst, CudaBuffer)
+        src.write(pattern)
+        dst.write(out)
+        dst.copy_peer(src)
+        dst.read(out)
+    return np.array_equal(out, pattern)
+
+
 def can_pitch(pieces: Pieces) -> bool:
     """Whether a strided copy is one CUDA command: pieces do not overlap, and the pitch is within limits."""
     return all(pieces.size <= pitch < 1 << 31 for pitch in (pieces.stride_tensor, pieces.stride_data))
-
-
-def queue_write_2d(buffer: CudaBuffer, tensor: Tensor, data: Bytes, pieces: Pieces, stream: int) -> None:
-    """Queue a strided write into a tensor of the buffer."""
-    to = buffer.address + tensor.offset + pieces.offset
-    _, size, n, pitch, data_pitch = pieces
-    buffer.device.driver.copy_2d(to, pitch, address_of(data), data_pitch, size, n, CopyKind.TO_DEVICE, stream)
-
-
-def queue_read_2d(buffer: CudaBuffer, tensor: Tensor, out: Bytes, pieces: Pieces, stream: int) -> None:
-    """Queue a strided read of a tensor of the buffer."""
-    start = buffer.address + tensor.offset + pieces.offset
-    _, size, n, pitch, data_pitch = pieces
-    buffer.device.driver.copy_2d(address_of(out), data_pitch, start, pitch, size, n, CopyKind.TO_HOST, stream)
 
 
 def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
@@ -205,6 +273,4 @@ def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
     if here == there:
         driver.copy(to, start, src.nbytes, CopyKind.ON_DEVICE, stream)
     else:
-        driver.enable_peer(there, here)
-        driver.enable_peer(here, there)
         driver.copy_peer(to, there, start, here, src.nbytes, stream)

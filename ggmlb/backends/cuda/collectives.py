@@ -37,14 +37,16 @@ def comm_init(backends: Sequence[Backend]) -> Communicator | None:
     if len(own) < len(backends) or not own or len(set(cards)) < len(cards):
         return None
     driver = own[0].device.driver
-    with cuda_errors(driver, f"connect {', '.join(b.name for b in own)}"):
+    # NCCL sets the device of before again: one of its own.
+    with cuda_errors(driver, f"connect {', '.join(b.name for b in own)}"), own[0].device.on():
         collective = driver.collective(cards)
     return None if collective is None else Communicator(own, collective)
 
 
 def comm_free(comm: Communicator) -> None:
     """End a connection (ggml_backend_comm_free)."""
-    comm.collective.free()
+    with comm.backends[0].device.on():
+        comm.collective.free()
 
 
 def comm_allreduce_tensor(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
@@ -77,6 +79,8 @@ def comm_allreduce_tensor(comm: Communicator, tensors: Sequence[Tensor]) -> bool
         # Only here are several streams' locks taken together: always in the order of the cards.
         for backend in sorted(comm.backends, key=lambda b: b.device.index):
             stack.enter_context(backend.stream.lock)
-        stack.enter_context(cuda_errors(comm.backends[0].device.driver, f"sum {first.describe()} over cards"))
+        device = comm.backends[0].device
+        stack.enter_context(cuda_errors(device.driver, f"sum {first.describe()} over cards"))
+        stack.enter_context(device.on())
         comm.collective.all_reduce(places, first.n_elements, first.dtype)
     return True

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -28,8 +29,10 @@ from ggmlb.system import progress
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Collective
 
+INSUFFICIENT_DRIVER = 35
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 NOT_READY = 600
+HOST_MEMORY = 1  # cudaMemoryTypeHost: page-locked
 PEER_ALREADY_ENABLED = 704
 REGISTER_PORTABLE, REGISTER_READ_ONLY = 1, 8
 
@@ -44,8 +47,7 @@ class CupyDriver(Driver):
 
     def __init__(self) -> None:
         self._functions: dict[Hashable, Any] = {}
-        self._peers: dict[tuple[int, int], bool] = {}
-        self._libcuda: Any = None
+        self._contexts: dict[int, int] = {}
 
     # -- devices -------------------------------------------------------------------------------
 
@@ -62,12 +64,29 @@ class CupyDriver(Driver):
             f"{props['pciDomainID']:04x}:{props['pciBusID']:02x}:{props['pciDeviceID']:02x}.0",
             10 * props["major"] + props["minor"],
             props["multiProcessorCount"],
+            props["totalGlobalMem"],
             bool(props.get("integrated", 0)),
         )
 
     def on(self, device: int) -> _On:
-        """Set the device even if it is current: this makes its context current in a new thread."""
-        return _On(device)
+        """By its primary context: cudaSetDevice, to restore device 0, would make a context there."""
+        return _On(self._contexts.get(device) or self._retain(device))
+
+    def _retain(self, device: int) -> int:
+        cuda, handle, context = libcuda(), ctypes.c_int(), ctypes.c_void_p()
+        for status in (
+            cuda.cuInit(0),
+            cuda.cuDeviceGet(ctypes.byref(handle), device),
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle),
+        ):
+            if status:
+                raise rt.CUDARuntimeError(status)  # the numbers are equal
+        self._contexts[device] = context.value or 0
+        return self._contexts[device]
+
+    def _any(self) -> _On:
+        """Make a device that is in use the current one: what is asked for then concerns all."""
+        return self.on(next(iter(self._contexts), 0))
 
     def memory_info(self, device: int) -> tuple[int, int]:
         """By cudaMemGetInfo."""
@@ -111,20 +130,33 @@ class CupyDriver(Driver):
 
     def pinned(self, nbytes: int) -> Bytes:
         """By cudaHostAlloc; freed with the last view."""
-        address = int(rt.hostAlloc(nbytes, rt.hostAllocPortable))
+        with self._any():
+            address = int(rt.hostAlloc(nbytes, rt.hostAllocPortable))
         memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
-        weakref.finalize(memory, rt.freeHost, address).atexit = False
+        weakref.finalize(memory, self._free_pinned, address).atexit = False
         pinned: Bytes = np.frombuffer(memory, np.uint8)
         return pinned
+
+    def _free_pinned(self, address: int) -> None:
+        with self._any():
+            rt.freeHost(address)
+
+    def is_pinned(self, array: Bytes) -> bool:
+        """By cudaPointerGetAttributes of both ends."""
+        first = address_of(array)
+        ends = (first, first + max(array.size, 1) - 1)
+        return all(rt.pointerGetAttributes(at).type == HOST_MEMORY for at in ends)
 
     def register(self, array: Bytes) -> None:
         """By cudaHostRegister."""
         flags = REGISTER_PORTABLE | (0 if array.flags.writeable else REGISTER_READ_ONLY)
-        rt.hostRegister(address_of(array), array.size, flags)
+        with self._any():
+            rt.hostRegister(address_of(array), array.size, flags)
 
     def unregister(self, array: Bytes) -> None:
         """By cudaHostUnregister."""
-        rt.hostUnregister(address_of(array))
+        with self._any():
+            rt.hostUnregister(address_of(array))
 
     # -- streams and events --------------------------------------------------------------------
 
@@ -139,6 +171,10 @@ class CupyDriver(Driver):
     def stream_synchronize(self, stream: int) -> None:
         """Wait without holding the GIL."""
         rt.streamSynchronize(stream)
+
+    def stream_done(self, stream: int) -> bool:
+        """By cudaStreamQuery."""
+        return _is_ready(rt.streamQuery(stream))
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Wait on the device."""
@@ -157,11 +193,8 @@ class CupyDriver(Driver):
         rt.eventRecord(event, stream)
 
     def event_done(self, event: int) -> bool:
-        """By cudaEventQuery; CuPy raises errors of earlier work unchanged."""
-        status = rt.eventQuery(event)
-        if status not in (0, NOT_READY):
-            raise rt.CUDARuntimeError(status)
-        return bool(status == 0)
+        """By cudaEventQuery."""
+        return _is_ready(rt.eventQuery(event))
 
     def event_synchronize(self, event: int) -> None:
         """Wait for it."""
@@ -198,17 +231,20 @@ class CupyDriver(Driver):
         rt.memcpyPeerAsync(dst, dst_device, src, src_device, nbytes, stream)
 
     def enable_peer(self, device: int, peer: int) -> bool:
-        """Once for each pair."""
-        key = device, peer
-        if key not in self._peers:
-            self._peers[key] = bool(rt.deviceCanAccessPeer(device, peer))
-            if self._peers[key]:
-                with self.on(device):
-                    try:
-                        rt.deviceEnablePeerAccess(peer)
-                    except rt.CUDARuntimeError as error:  # copies then go by way of the host
-                        self._peers[key] = error.status == PEER_ALREADY_ENABLED
-        return self._peers[key]
+        """By cudaDeviceEnablePeerAccess."""
+        if not rt.deviceCanAccessPeer(device, peer):
+            return False
+        with self.on(device):
+            try:
+                rt.deviceEnablePeerAccess(peer)
+            except rt.CUDARuntimeError as error:
+                return bool(error.status == PEER_ALREADY_ENABLED)
+        return True
+
+    def disable_peer(self, device: int, peer: int) -> None:
+        """By cudaDeviceDisablePeerAccess."""
+        with self.on(device):
+            rt.deviceDisablePeerAccess(peer)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """By cudaMemsetAsync."""
@@ -298,10 +334,8 @@ class CupyDriver(Driver):
 
     def exec_update(self, executable: int, graph: int) -> bool:
         """By cuGraphExecUpdate, which CuPy does not bind; runtime and driver share graph handles."""
-        if self._libcuda is None:
-            self._libcuda = ctypes.CDLL("libcuda.so.1")
         outcome = (ctypes.c_uint64 * 3)()  # CUgraphExecUpdateResultInfo: a result and two nodes
-        status = self._libcuda.cuGraphExecUpdate_v2(
+        status = libcuda().cuGraphExecUpdate_v2(
             ctypes.c_void_p(executable), ctypes.c_void_p(graph), ctypes.byref(outcome)
         )
         return bool(status == 0)
@@ -313,6 +347,26 @@ class CupyDriver(Driver):
     def exec_free(self, executable: int) -> None:
         """Destroy it; a queued run still finishes."""
         rt.graphExecDestroy(executable)
+
+
+@cache
+def libcuda() -> Any:
+    """Load NVIDIA's driver, for functions that CuPy does not bind.
+
+    Raises:
+        CUDARuntimeError: It is missing: cudaErrorInsufficientDriver, as the runtime says.
+    """
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise rt.CUDARuntimeError(INSUFFICIENT_DRIVER) from error
+
+
+def _is_ready(status: int) -> bool:
+    """Read the answer to a query, in which CuPy leaves errors of earlier work."""
+    if status not in (0, NOT_READY):
+        raise rt.CUDARuntimeError(status)
+    return status == 0
 
 
 def _key(launch: Launch, device: int) -> Hashable:
@@ -360,20 +414,19 @@ class _Nccl:
 
 
 class _On:
-    """Context manager that sets the thread's current device, and restores the previous one."""
+    """Context manager that sets the thread's current context, and restores the previous one, or none."""
 
-    __slots__ = ("_before", "_device")
+    __slots__ = ("_before", "_context")
 
-    def __init__(self, device: int) -> None:
-        self._device = device
+    def __init__(self, context: int) -> None:
+        self._context = context
 
     def __enter__(self) -> None:
-        self._before = rt.getDevice()
-        rt.setDevice(self._device)
+        self._before = cu.ctxGetCurrent()
+        cu.ctxSetCurrent(self._context)
 
     def __exit__(self, *error: object) -> None:
-        if self._before != self._device:
-            rt.setDevice(self._before)
+        cu.ctxSetCurrent(self._before)
 
 
 class _Packet:

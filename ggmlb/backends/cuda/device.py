@@ -107,7 +107,7 @@ class CudaDevice(Device):
     def description(self) -> str:
         """The card's name, its compute capability and its memory."""
         capability = f"{self.facts.capability // 10}.{self.facts.capability % 10}"
-        return f"{self.facts.name} (compute capability {capability}, {readable_size(self.memory[1])})"
+        return f"{self.facts.name} (compute capability {capability}, {readable_size(self.facts.nbytes)})"
 
     @property
     def type(self) -> DeviceType:

@@ -48,6 +48,7 @@ class Facts:
         pci_bus_id: As `0000:01:00.0`.
         capability: Compute capability times ten: 90 for 9.0.
         n_units: Number of multiprocessors.
+        nbytes: Its memory [bytes].
         is_integrated: Whether it shares the host's memory.
     """
 
@@ -55,6 +56,7 @@ class Facts:
     pci_bus_id: str
     capability: int
     n_units: int
+    nbytes: int
     is_integrated: bool
 
 
@@ -71,7 +73,8 @@ class Collective(Protocol):
 class Driver(ABC):
     """Interface to CUDA.
 
-    Calls on memory and streams are made inside `on(device)`. Failures raise one of `errors`.
+    Calls are made inside `on(device)`, except those on devices and on host memory: elsewhere CUDA would
+    make a context on the first device. Failures raise one of `errors`.
 
     Attributes:
         errors: Exception types that the calls raise.
@@ -91,7 +94,7 @@ class Driver(ABC):
 
     @abstractmethod
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Context manager that makes a device this thread's current one."""
+        """Context manager that makes a device this thread's current one; others get no context."""
 
     @abstractmethod
     def memory_info(self, device: int) -> tuple[int, int]:
@@ -131,7 +134,11 @@ class Driver(ABC):
 
     @abstractmethod
     def pinned(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory for all devices; it exists as long as views of it."""
+        """Return page-locked host memory for all devices, which exists as long as views of it."""
+
+    @abstractmethod
+    def is_pinned(self, array: Bytes) -> bool:
+        """Whether an array's memory is page-locked: copies of other memory may wait for the device."""
 
     @abstractmethod
     def register(self, array: Bytes) -> None:
@@ -156,6 +163,10 @@ class Driver(ABC):
         """Block until the stream's work is done."""
 
     @abstractmethod
+    def stream_done(self, stream: int) -> bool:
+        """Whether the stream's work is done; the stream must not be in a capture."""
+
+    @abstractmethod
     def stream_wait(self, stream: int, event: int) -> None:
         """Let later work of the stream wait for an event of any device."""
 
@@ -173,7 +184,7 @@ class Driver(ABC):
 
     @abstractmethod
     def event_done(self, event: int) -> bool:
-        """Whether the event is reached."""
+        """Whether the event is reached: never right after it is recorded."""
 
     @abstractmethod
     def event_synchronize(self, event: int) -> None:
@@ -211,7 +222,11 @@ class Driver(ABC):
 
     @abstractmethod
     def enable_peer(self, device: int, peer: int) -> bool:
-        """Let a device access a peer's memory; return whether it can."""
+        """Let a device access a peer's memory; return whether CUDA says that it can."""
+
+    @abstractmethod
+    def disable_peer(self, device: int, peer: int) -> None:
+        """Undo `enable_peer`."""
 
     @abstractmethod
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:

@@ -44,8 +44,7 @@ class CudaHostBufferType(HostBufferType):
         if nbytes and pins_memory():
             self.device.check_process(f"allocate {nbytes:,} bytes of {self.name} memory")
             try:
-                with self.device.on():
-                    return CudaHostBuffer(self, driver.pinned(nbytes), is_pinned=True)
+                return CudaHostBuffer(self, driver.pinned(nbytes), is_pinned=True)
             except driver.errors:
                 pass  # systems limit what a process may lock; other memory works too
         return CudaHostBuffer(self, allocate(self, nbytes), is_pinned=False)
@@ -143,8 +142,7 @@ class Registrations:
                     if new.start < pages.stop and pages.start < new.stop:
                         return None
                 try:
-                    with self._device.on():
-                        driver.register(array)
+                    driver.register(array)
                 except driver.errors:
                     return None
                 self.pages.append(new)
@@ -167,7 +165,7 @@ class Registrations:
                     pages.n_users -= 1
                     if not pages.n_users:
                         self.pages.remove(pages)
-                        with cuda_errors(driver, "unlock a caller's memory"), self._device.on():
+                        with cuda_errors(driver, "unlock a caller's memory"):
                             driver.unregister(pages.array)
             finally:
                 self._lock.release()

@@ -126,7 +126,9 @@ class DeviceMemory:
                 driver.event_free(self._events.popleft())
             while self._dropped:
                 memory, streams = self._dropped.popleft()
-                marks = [(stream, stream.mark()) for stream in streams if stream.handle]
+                marks = [
+                    (stream, stream.mark()) for stream in streams if stream.handle and not stream.is_idle()
+                ]
                 self._leaving.append((memory, marks))
             still = []
             for memory, marks in self._leaving:

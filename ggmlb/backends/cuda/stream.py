@@ -51,10 +51,8 @@ class Stream:
 
     def is_idle(self) -> bool:
         """Whether all of its work is done."""
-        event = self.mark()
-        is_done = self._driver.event_done(event)
-        self.unmark(event)
-        return is_done
+        with self.lock:
+            return self._driver.stream_done(self.handle)
 
     def wait_for(self, others: Iterable[Stream]) -> None:
         """Let later work run after the work queued so far on other streams."""
@@ -67,8 +65,8 @@ class Stream:
 
     def synchronize(self) -> None:
         """Block until the work queued so far is done; other threads may queue and capture meanwhile."""
-        event = self.mark()
         with self._driver.on(self.device):
+            event = self.mark()
             self._driver.event_synchronize(event)
         self.unmark(event)
 
