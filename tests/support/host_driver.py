@@ -2,13 +2,14 @@
 
 Every address is looked up, and belongs to one device; memory is poisoned when it is allocated and when it is
 freed. Streams are lists of work that runs only when something waits for it, so that a wait that was
-forgotten shows as poison. Where CUDA's answer depends on time or on the machine, it is the worst one: an event is
-never reached at once, copies of pageable memory wait for the stream, a device that is current has a context, and
-what cards send each other directly is lost. No call may wait for the device under a stream's lock.
+forgotten shows as poison. Where CUDA's answer depends on time or on the machine, it is the worst one: an
+event is never reached at once, copies of pageable memory wait for the stream, a device that is current has a
+context, and what cards send each other directly is lost. No call may wait for the device under a stream's
+lock.
 
-Kernels are compiled by NVRTC, and their PTX is run (`tests.support.ptx`) with the very
-argument blocks that the backend packed for CUDA: what is computed is computed. What only a card can tell
-(real asynchrony, capture as CUDA does it) is not played.
+Kernels are compiled by NVRTC, and their PTX is run (`tests.support.ptx`) with the very argument blocks that
+the backend packed for CUDA: what is computed is computed. What only a card can tell (real asynchrony, capture
+as CUDA does it) is not played.
 """
 
 from __future__ import annotations

@@ -30,11 +30,14 @@ from tests.support.host_driver import HostDriver
 from tests.support.host_libraries import HostCollective
 from tests.support.host_streams import HostError, Op
 from tests.support.ptx import BACKWARD, Compiler
-from tests.support.ptx.program import Program, Span
+from tests.support.ptx.program import SHARED, Program, Span
 
 HOST = HostDriver(n_devices=int(os.environ.get("PLAYED_CARDS", "1")), capacity=8 << 30)
 
 NOT_READY, PEER_ALREADY_ENABLED, TOO_MANY_PEERS = 600, 704, 711
+ATTRIBUTES: dict[tuple[str, int], int] = {}
+"""What was set of kernels, by their names."""
+
 _pinned: dict[int, Any] = {}
 _programs: list[tuple[str, Program]] = []
 
@@ -324,6 +327,12 @@ def install() -> None:
         rt: {name: _answered(name, function) for name, function in CALLS.items()},
         cu: {
             "launchKernel": _answered("launchKernel", _launch),
+            "funcGetAttribute": lambda attribute, f: (
+                {cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: _programs[f - 1][1]._ends[SHARED]}[attribute]
+            ),
+            "funcSetAttribute": lambda f, attribute, value: ATTRIBUTES.update(
+                {(_programs[f - 1][0], attribute): value}
+            ),
             "ctxGetCurrent": lambda: 0 if HOST.current_device is None else HOST.current_device + 1,
             "ctxSetCurrent": lambda ctx: HOST.set_current(ctx - 1 if ctx else None),
         },

@@ -127,6 +127,20 @@ except BackendError as error:
     assert "open a stream on CUDA0: " in told
 
 
+def test_kernels_with_much_shared_memory_are_given_all_of_it() -> None:
+    told = on_two_cards(
+        CARDS + "from tests.support.played_cupy import ATTRIBUTES, cu\n"
+        "ctx = Context()\n"
+        "w, x = ctx.new_tensor(DType.Q4_0, (256, 8)), ctx.new_tensor(DType.F32, (256, 1))\n"
+        "y = ctx.sqr(ctx.mul_mat(w, x))\n"
+        "alloc_ctx_tensors(ctx, streams[0])\n"
+        "streams[0].graph_compute(Graph().build_forward_expand(y))\n"
+        "print({(name, a == cu.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, value)"
+        " for (name, a), value in ATTRIBUTES.items()})\n"
+    )
+    assert told == "{('mul_mat_q8', True, 100)}\n"
+
+
 def test_a_missing_library_of_the_driver_is_told_as_our_error() -> None:
     told = on_two_cards(
         "HOST.fail.add('libcuda')\n"

@@ -59,7 +59,9 @@ def test_the_metadata(built: tuple[Path, Path]) -> None:
         entry = wheel.read(name.replace("METADATA", "entry_points.txt")).decode()
     assert (told["Name"], told["Version"]) == ("ggmlb", ggmlb.__version__)
     assert told["Description-Content-Type"] == "text/markdown"
-    assert {"cuda", "opencl", "llvm", "ggml", "ray", "models"} <= set(told.get_all("Provides-Extra", []))
+    assert {"cuda", "cuda12", "opencl", "llvm", "ggml", "ray", "models"} <= set(
+        told.get_all("Provides-Extra", [])
+    )
     base = [line for line in told.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in base) == [
         "ml-dtypes", "numpy", "platformdirs", "rich", "threadpoolctl", "typer",

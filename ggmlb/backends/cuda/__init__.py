@@ -22,7 +22,10 @@ INSTALL = "pip install 'ggmlb[cuda]'"
 
 NO_CARD = {
     34: "only a stub of the NVIDIA driver is installed; install the driver",  # cudaErrorStubLibrary
-    35: "the NVIDIA driver is missing or too old for this CuPy's CUDA",  # cudaErrorInsufficientDriver
+    35: (  # cudaErrorInsufficientDriver
+        "the NVIDIA driver is missing, or older than this CuPy's CUDA (below 580, install ggmlb[cuda12], "
+        "not ggmlb[cuda])"
+    ),
     100: "the NVIDIA driver finds no card; CUDA_VISIBLE_DEVICES may hide it",  # cudaErrorNoDevice
 }
 """Status codes of cudaGetDeviceCount without a usable card, with reasons."""

@@ -79,7 +79,7 @@ def library() -> Any:
             return declare(ctypes.CDLL(name))
         except OSError as error:
             reason = error
-    raise BackendUnavailable(f"cuBLAS cannot be loaded ({reason}): pip install 'cupy-cuda13x[ctk]'")
+    raise BackendUnavailable(f"cuBLAS cannot be loaded ({reason}): pip install 'ggmlb[cuda]' (or [cuda12])")
 
 
 def declare(lib: Any) -> Any:

@@ -34,6 +34,11 @@ OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 NOT_READY = 600
 HOST_MEMORY = 1  # cudaMemoryTypeHost: page-locked
 PEER_ALREADY_ENABLED = 704
+MUCH_SHARED = 16 << 10
+"""Static shared memory of a block beyond which a kernel gets all that a multiprocessor has [bytes].
+
+Work is split for as many blocks as fit then. Smaller blocks leave more of it to the L1 cache."""
+
 REGISTER_PORTABLE, REGISTER_READ_ONLY = 1, 8
 
 OLDEST = 75
@@ -281,7 +286,14 @@ class CupyDriver(Driver):
                     code=text(launch.kernel, launch.defines, launch.wg), options=OPTIONS, backend="nvrtc"
                 )
                 try:
-                    self._functions[key] = module.get_function(name).kernel
+                    function = module.get_function(name).kernel
+                    if (
+                        cu.funcGetAttribute(cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
+                        > MUCH_SHARED
+                    ):
+                        carve_out = cu.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                        cu.funcSetAttribute(function.ptr, carve_out, 100)
+                    self._functions[key] = function
                 except self.errors:
                     raise
                 except Exception as error:  # the compiler's, or of what looks for it and for CUDA's headers
@@ -295,9 +307,9 @@ class CupyDriver(Driver):
         why = next((line.strip() for line in lines if "error" in line.lower()), lines[0] if lines else "")
         advice = "report it with CUPY_DUMP_CUDA_SOURCE_ON_ERROR=1"
         if capability < OLDEST:
-            advice = f"CUDA 13 compiles from {OLDEST // 10}.{OLDEST % 10} on; use another device"
+            advice = f"CUDA 13 compiles from {OLDEST // 10}.{OLDEST % 10} on; use ggmlb[cuda12]"
         elif not isinstance(error, CompileException):
-            advice = "pip install 'cupy-cuda13x[ctk]' brings the compiler"
+            advice = "pip install 'ggmlb[cuda]' (or [cuda12]) brings the compiler"
         return (
             f"kernel {name} cannot be compiled for CUDA{device}, of compute capability "
             f"{capability // 10}.{capability % 10}: {why or type(error).__name__}; {advice}"
