@@ -11,6 +11,7 @@ import pytest
 
 from ggmlb import Backend, Context, DType, Graph, Tensor, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.cuda import CudaReg
+from ggmlb.backends.cuda.driver import Driver
 
 OPENCL = pytest.param("OpenCL0", id="opencl")
 LLVM = pytest.param("LLVM", id="llvm")
@@ -27,6 +28,10 @@ extern "C" __global__ void spin(long long cycles)
     while (clock64() - start < cycles) { }
 }
 """
+
+
+DRIVER_CALLS = {name for name in vars(Driver) if not name.startswith("_")} - {"errors"}
+"""What the CUDA backend asks of CUDA."""
 
 
 def host_driver(**params: Any) -> Any:

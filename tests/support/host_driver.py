@@ -30,11 +30,12 @@ from typing import Any
 import numpy as np
 
 from ggmlb.backends.cuda.arguments import layout
-from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Driver, Facts, address_of
+from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Facts, address_of
 from ggmlb.backends.cuda.stream import Stream
 from ggmlb.backends.gpu import Kernel, Launch
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface.data import Bytes
+from tests.support.gpus import DRIVER_CALLS
 from tests.support.host_libraries import HostCollective, QueuedBlas
 from tests.support.host_streams import RECORD, HostError, HostStream, Op, Point
 from tests.support.ptx import BACKWARD, Compiler, build
@@ -90,7 +91,7 @@ def operands(kernel: Kernel, block: bytes) -> list[int]:
     return [row[0] for row in rows if len(row) > 1]
 
 
-class HostDriver(Driver):
+class HostDriver:
     """`n_devices` cards with `capacity` bytes each.
 
     Attributes:
@@ -365,6 +366,9 @@ class HostDriver(Driver):
 
     # -- work ----------------------------------------------------------------------------------
 
+    def prepare(self, launches: Sequence[Launch], device: int) -> None:
+        pass
+
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         assert len(launch.groups) == 3
         assert max(launch.groups[1:]) <= 65535
@@ -445,7 +449,7 @@ class HostDriver(Driver):
 
 ANYWHERE = {
     "device_count", "facts", "on", "memory_info", "is_out_of_memory", "array", "view", "pinned", "register",
-    "unregister", "enable_peer", "disable_peer", "bind", "blas",
+    "unregister", "enable_peer", "disable_peer", "prepare", "bind", "blas",
 }  # fmt: skip
 """Calls that need no current device. For others, CUDA would take the first, and make a context there."""
 
@@ -459,5 +463,5 @@ def _in_context(call: Any) -> Any:
     return checked
 
 
-for _name in Driver.__abstractmethods__ - ANYWHERE:
+for _name in DRIVER_CALLS - ANYWHERE:
     setattr(HostDriver, _name, _in_context(getattr(HostDriver, _name)))

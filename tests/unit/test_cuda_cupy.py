@@ -20,6 +20,7 @@ from ggmlb.backends.cuda.driver import CopyKind, Driver  # noqa: E402
 from ggmlb.backends.cuda.program import OPTIONS  # noqa: E402
 from ggmlb.core.dtypes import DType  # noqa: E402
 from ggmlb.core.errors import BackendError, BackendUnavailable  # noqa: E402
+from tests.support.gpus import DRIVER_CALLS  # noqa: E402
 from tests.support.ptx import OF_CUPY  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -126,14 +127,14 @@ def calls(driver: Driver) -> dict[str, Callable[[], object]]:
 
 WITHOUT_CUDA = {"array", "device_count", "is_out_of_memory", "view"}
 """Methods that ask CUDA for nothing, or are tested below."""
-OF_OTHER_LIBRARIES = {"bind", "blas", "collective", "exec_update"}
+OF_OTHER_LIBRARIES = {"prepare", "bind", "blas", "collective", "exec_update"}
 
 
 @no_card
 def test_cupys_bindings_take_the_arguments_and_fail_for_want_of_a_driver_only() -> None:
     driver = cupy_driver.CupyDriver()
     todo = calls(driver)
-    assert todo.keys() | WITHOUT_CUDA | OF_OTHER_LIBRARIES == Driver.__abstractmethods__
+    assert todo.keys() | WITHOUT_CUDA | OF_OTHER_LIBRARIES == DRIVER_CALLS
     for what, do in todo.items():
         with pytest.raises(cupy_driver.rt.CUDARuntimeError) as raised:
             do()

@@ -18,7 +18,7 @@ from cupy.cuda.compiler import CompileException
 from cupy.cuda.memory import OutOfMemoryError
 
 from ggmlb.backends.cuda.cublas import library
-from ggmlb.backends.cuda.driver import Call, CopyKind, Driver, Facts, address_of
+from ggmlb.backends.cuda.driver import Call, CopyKind, Facts, address_of
 from ggmlb.backends.cuda.program import OPTIONS, text
 from ggmlb.backends.gpu import Launch
 from ggmlb.core.dtypes import DType
@@ -45,8 +45,8 @@ OLDEST = 75
 """The compute capability, times ten, from which CUDA 13 compiles."""
 
 
-class CupyDriver(Driver):
-    """CUDA through CuPy."""
+class CupyDriver:
+    """CUDA through CuPy: `Driver` says what the calls do."""
 
     errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
 
@@ -57,11 +57,9 @@ class CupyDriver(Driver):
     # -- devices -------------------------------------------------------------------------------
 
     def device_count(self) -> int:
-        """By cudaGetDeviceCount."""
         return int(rt.getDeviceCount())
 
     def facts(self, device: int) -> Facts:
-        """By cudaGetDeviceProperties."""
         props = rt.getDeviceProperties(device)
         return Facts(
             props["name"].decode(),
@@ -94,7 +92,6 @@ class CupyDriver(Driver):
         return self.on(next(iter(self._contexts), 0))
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        """By cudaMemGetInfo."""
         with self.on(device):
             free, total = rt.memGetInfo()
         return int(free), int(total)
@@ -110,27 +107,22 @@ class CupyDriver(Driver):
         return int(rt.malloc(nbytes))
 
     def free(self, address: int) -> None:
-        """By cudaFree."""
         rt.free(address)
 
     def trim(self) -> None:
-        """Empty CuPy's pools."""
         cupy.get_default_memory_pool().free_all_blocks()
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
-        """By a CuPy array over unowned memory."""
         memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device)
         return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
     def view(
         self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
     ) -> Any:
-        """By a CuPy array over the same memory."""
         return cupy.ndarray(shape, dtype, base.data + offset, strides)
 
     def device_of(self, address: int) -> int:
-        """By cudaPointerGetAttributes."""
         return int(rt.pointerGetAttributes(address).device)
 
     def pinned(self, nbytes: int) -> Bytes:
@@ -153,24 +145,20 @@ class CupyDriver(Driver):
         return all(rt.pointerGetAttributes(at).type == HOST_MEMORY for at in ends)
 
     def register(self, array: Bytes) -> None:
-        """By cudaHostRegister."""
         flags = REGISTER_PORTABLE | (0 if array.flags.writeable else REGISTER_READ_ONLY)
         with self._any():
             rt.hostRegister(address_of(array), array.size, flags)
 
     def unregister(self, array: Bytes) -> None:
-        """By cudaHostUnregister."""
         with self._any():
             rt.hostUnregister(address_of(array))
 
     # -- streams and events --------------------------------------------------------------------
 
     def stream_new(self) -> int:
-        """Non-blocking."""
         return int(rt.streamCreateWithFlags(rt.streamNonBlocking))
 
     def stream_free(self, stream: int) -> None:
-        """Destroy it."""
         rt.streamDestroy(stream)
 
     def stream_synchronize(self, stream: int) -> None:
@@ -178,11 +166,9 @@ class CupyDriver(Driver):
         rt.streamSynchronize(stream)
 
     def stream_done(self, stream: int) -> bool:
-        """By cudaStreamQuery."""
         return _is_ready(rt.streamQuery(stream))
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Wait on the device."""
         rt.streamWaitEvent(stream, event)
 
     def event_new(self, timed: bool = False) -> int:
@@ -190,29 +176,23 @@ class CupyDriver(Driver):
         return int(rt.eventCreateWithFlags(rt.eventDefault if timed else rt.eventDisableTiming))
 
     def event_free(self, event: int) -> None:
-        """Destroy it."""
         rt.eventDestroy(event)
 
     def event_record(self, event: int, stream: int) -> None:
-        """Record it."""
         rt.eventRecord(event, stream)
 
     def event_done(self, event: int) -> bool:
-        """By cudaEventQuery."""
         return _is_ready(rt.eventQuery(event))
 
     def event_synchronize(self, event: int) -> None:
-        """Wait for it."""
         rt.eventSynchronize(event)
 
     def event_elapsed(self, start: int, end: int) -> float:
-        """From milliseconds."""
         return float(rt.eventElapsedTime(start, end)) * 1e-3
 
     # -- copies --------------------------------------------------------------------------------
 
     def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
-        """By cudaMemcpyAsync."""
         rt.memcpyAsync(dst, src, nbytes, kind, stream)
 
     def copy_2d(
@@ -226,7 +206,6 @@ class CupyDriver(Driver):
         kind: CopyKind,
         stream: int,
     ) -> None:
-        """By cudaMemcpy2DAsync."""
         rt.memcpy2DAsync(dst, dst_pitch, src, src_pitch, width, n, kind, stream)
 
     def copy_peer(
@@ -236,7 +215,6 @@ class CupyDriver(Driver):
         rt.memcpyPeerAsync(dst, dst_device, src, src_device, nbytes, stream)
 
     def enable_peer(self, device: int, peer: int) -> bool:
-        """By cudaDeviceEnablePeerAccess."""
         if not rt.deviceCanAccessPeer(device, peer):
             return False
         with self.on(device):
@@ -247,12 +225,10 @@ class CupyDriver(Driver):
         return True
 
     def disable_peer(self, device: int, peer: int) -> None:
-        """By cudaDeviceDisablePeerAccess."""
         with self.on(device):
             rt.deviceDisablePeerAccess(peer)
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        """By cudaMemsetAsync."""
         rt.memsetAsync(address, value, nbytes, stream)
 
     # -- work ----------------------------------------------------------------------------------
@@ -316,7 +292,6 @@ class CupyDriver(Driver):
         )
 
     def blas(self) -> Any:
-        """From CuPy's library path."""
         return library()
 
     def collective(self, devices: Sequence[int]) -> Collective | None:
@@ -333,15 +308,12 @@ class CupyDriver(Driver):
         rt.streamBeginCapture(stream, rt.streamCaptureModeRelaxed)
 
     def capture_end(self, stream: int) -> int:
-        """Return cudaGraph_t."""
         return int(rt.streamEndCapture(stream))
 
     def graph_free(self, graph: int) -> None:
-        """Destroy it."""
         rt.graphDestroy(graph)
 
     def exec_new(self, graph: int) -> int:
-        """Return cudaGraphExec_t."""
         return int(rt.graphInstantiate(graph))
 
     def exec_update(self, executable: int, graph: int) -> bool:
@@ -353,11 +325,9 @@ class CupyDriver(Driver):
         return bool(status == 0)
 
     def exec_launch(self, executable: int, stream: int) -> None:
-        """By cudaGraphLaunch."""
         rt.graphLaunch(executable, stream)
 
     def exec_free(self, executable: int) -> None:
-        """Destroy it; a queued run still finishes."""
         rt.graphExecDestroy(executable)
 
 

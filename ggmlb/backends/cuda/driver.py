@@ -1,6 +1,6 @@
 """Driver: the interface to CUDA, with the few calls that the backend needs.
 
-`CupyDriver` implements it for a card. All other modules of this package use `Driver`, so that they run
+`CupyDriver` has them for a card. All other modules of this package use `Driver`, so that they run
 with the same plans, arguments and order of work on any implementation.
 
 Streams, events, graphs and addresses are plain integers, as in CUDA, independent of garbage collection
@@ -9,7 +9,6 @@ and exit order. Each is released only by a call here.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -70,137 +69,108 @@ class Collective(Protocol):
         """Release the group."""
 
 
-class Driver(ABC):
-    """Interface to CUDA.
+class Driver(Protocol):
+    """Interface to CUDA, which mypy compares with CuPy's and the tests' driver.
 
     Calls are made inside `on(device)`, except those on devices and on host memory: elsewhere CUDA would
     make a context on the first device. Failures raise one of `errors`.
-
-    Attributes:
-        errors: Exception types that the calls raise.
     """
 
-    errors: tuple[type[Exception], ...]
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """Exception types that the calls raise."""
 
     # -- devices -------------------------------------------------------------------------------
 
-    @abstractmethod
     def device_count(self) -> int:
         """Return the number of devices visible by `CUDA_VISIBLE_DEVICES`."""
 
-    @abstractmethod
     def facts(self, device: int) -> Facts:
         """Return the properties of a device."""
 
-    @abstractmethod
     def on(self, device: int) -> AbstractContextManager[None]:
         """Context manager that makes a device this thread's current one; others get no context."""
 
-    @abstractmethod
     def memory_info(self, device: int) -> tuple[int, int]:
         """Return free and total memory [bytes]."""
 
-    @abstractmethod
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether one of `errors` reports a lack of memory."""
 
     # -- memory --------------------------------------------------------------------------------
 
-    @abstractmethod
     def malloc(self, nbytes: int) -> int:
         """Return the address of new memory on the current device."""
 
-    @abstractmethod
     def free(self, address: int) -> None:
         """Free memory of `malloc`, which no work may use any more."""
 
-    @abstractmethod
     def trim(self) -> None:
         """Free the memory of the current device that the array library caches."""
 
-    @abstractmethod
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
         """View device memory as a flat uint8 array of CuPy, which keeps `owner` alive."""
 
-    @abstractmethod
     def view(
         self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
     ) -> Any:
         """View a part of a result of `array` with another shape and type."""
 
-    @abstractmethod
     def device_of(self, address: int) -> int:
         """Return the device that an address is on."""
 
-    @abstractmethod
     def pinned(self, nbytes: int) -> Bytes:
         """Return page-locked host memory for all devices, which exists as long as views of it."""
 
-    @abstractmethod
     def is_pinned(self, array: Bytes) -> bool:
         """Whether an array's memory is page-locked: copies of other memory may wait for the device."""
 
-    @abstractmethod
     def register(self, array: Bytes) -> None:
         """Page-lock an array's memory in place."""
 
-    @abstractmethod
     def unregister(self, array: Bytes) -> None:
         """Undo `register`."""
 
     # -- streams and events --------------------------------------------------------------------
 
-    @abstractmethod
     def stream_new(self) -> int:
         """Return a new stream of the current device, which does not wait for the default stream."""
 
-    @abstractmethod
     def stream_free(self, stream: int) -> None:
         """Release a stream."""
 
-    @abstractmethod
     def stream_synchronize(self, stream: int) -> None:
         """Block until the stream's work is done."""
 
-    @abstractmethod
     def stream_done(self, stream: int) -> bool:
         """Whether the stream's work is done; the stream must not be in a capture."""
 
-    @abstractmethod
     def stream_wait(self, stream: int, event: int) -> None:
         """Let later work of the stream wait for an event of any device."""
 
-    @abstractmethod
     def event_new(self, timed: bool = False) -> int:
         """Return a new event of the current device."""
 
-    @abstractmethod
     def event_free(self, event: int) -> None:
         """Release an event."""
 
-    @abstractmethod
     def event_record(self, event: int, stream: int) -> None:
         """Move the event to the end of a stream's work."""
 
-    @abstractmethod
     def event_done(self, event: int) -> bool:
         """Whether the event is reached: never right after it is recorded."""
 
-    @abstractmethod
     def event_synchronize(self, event: int) -> None:
         """Block until the event is reached."""
 
-    @abstractmethod
     def event_elapsed(self, start: int, end: int) -> float:
         """Return the time between two timed events that are reached [s]."""
 
     # -- copies --------------------------------------------------------------------------------
 
-    @abstractmethod
     def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
         """Queue a copy."""
 
-    @abstractmethod
     def copy_2d(
         self,
         dst: int,
@@ -214,34 +184,28 @@ class Driver(ABC):
     ) -> None:
         """Queue a copy of `n` pieces of `width` bytes, `src_pitch` apart, to places `dst_pitch` apart."""
 
-    @abstractmethod
     def copy_peer(
         self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
     ) -> None:
         """Queue a copy between devices: directly if they are peers, else through the host."""
 
-    @abstractmethod
     def enable_peer(self, device: int, peer: int) -> bool:
         """Let a device access a peer's memory; return whether CUDA says that it can."""
 
-    @abstractmethod
     def disable_peer(self, device: int, peer: int) -> None:
         """Undo `enable_peer`."""
 
-    @abstractmethod
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Queue setting every byte to a value."""
 
     # -- work ----------------------------------------------------------------------------------
 
-    def prepare(self, launches: Sequence[Launch], device: int) -> None:  # noqa: B027 (an optional hook)
+    def prepare(self, launches: Sequence[Launch], device: int) -> None:
         """Compile the kernels of launches that `bind` will be called with."""
 
-    @abstractmethod
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         """Compile a launch's kernel; return the call that runs it with an argument block."""
 
-    @abstractmethod
     def blas(self) -> Any:
         """Return the functions of cuBLAS (`cublas.library`).
 
@@ -249,37 +213,29 @@ class Driver(ABC):
             BackendUnavailable: It cannot be loaded.
         """
 
-    @abstractmethod
     def collective(self, devices: Sequence[int]) -> Collective | None:
         """Connect distinct devices; `None` if NCCL is missing."""
 
     # -- graphs --------------------------------------------------------------------------------
 
-    @abstractmethod
     def capture_begin(self, stream: int) -> None:
         """Capture later calls on the stream into a graph instead of running them."""
 
-    @abstractmethod
     def capture_end(self, stream: int) -> int:
         """Return the graph captured since `capture_begin`."""
 
-    @abstractmethod
     def graph_free(self, graph: int) -> None:
         """Release a graph."""
 
-    @abstractmethod
     def exec_new(self, graph: int) -> int:
         """Make a graph executable."""
 
-    @abstractmethod
     def exec_update(self, executable: int, graph: int) -> bool:
         """Update an executable graph to another graph of the same topology; return whether it succeeded."""
 
-    @abstractmethod
     def exec_launch(self, executable: int, stream: int) -> None:
         """Queue an executable graph."""
 
-    @abstractmethod
     def exec_free(self, executable: int) -> None:
         """Release an executable graph; a queued run still finishes."""
 
