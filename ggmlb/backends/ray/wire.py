@@ -212,6 +212,8 @@ def read_graph(data: Any, buffer_of: Callable[[int], Buffer | None]) -> Graph:
         for record in records:
             reader.add(record)
         nodes = [reader.tensor(number) for number in numbers]
+    except Error:  # a place that memory refuses
+        raise
     except (TypeError, ValueError) as error:
         forged(f"a graph is a list of records, and a list of numbers: {one_line(error)}")
     return Graph(nodes, [t for t in reader.tensors if t.op is Op.NONE])
