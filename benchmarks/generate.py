@@ -1,7 +1,7 @@
 """Text generation on a device (LLVM) beside llama.cpp (PyPI `xllamacpp`), by turns in one run.
 
-That is an AVX2 build: llama.cpp built for the processor is 1.1 to 1.9 times as fast as that, and on a Zen 4 it
-decodes a 1.1B Q4_K_M faster than ggmlb: 1.25 times with two threads, 1.5 with one.
+That is an AVX2 build: llama.cpp built for the processor is 1.1 to 1.9 times as fast as that, and on a Zen 4
+it decodes a 1.1B Q4_K_M faster than ggmlb: 1.25 times with two threads, 1.5 with one.
 
 Two processes take turns with the same file, the same prompts and as many threads; the idle one sleeps.
 `prefill` is a prompt of 512 tokens, `decode` 32 tokens after 32 and after 512. A ratio is our tokens per
