@@ -10,7 +10,6 @@ Annotations are read as text at a function's first call. Of classes and aliases,
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Real
@@ -174,7 +173,14 @@ _NAMED: Final = {
     "bool": Kind("True or False", lambda value: isinstance(value, (bool, np.bool_, int))),
     "float": Kind("a number", lambda value: isinstance(value, Real) or _is_whole(value)),
     "int": Kind("a whole number", _is_whole),
-    **dict.fromkeys(("Path", "os.PathLike[str]"), Kind("a path", lambda value: isinstance(value, PathLike))),
+    "np.random.Generator": Kind(
+        "a generator, as np.random.default_rng(seed) makes one",
+        lambda value: isinstance(value, np.random.Generator),
+    ),
+    **dict.fromkeys(
+        ("Path", "PathLike[str]", "os.PathLike[str]"),
+        Kind("a path", lambda value: isinstance(value, PathLike)),
+    ),
     "str": Kind("text", lambda value: isinstance(value, str)),
 }
 _ARRAYS: Final = {"int": "iu", "float": "iuf"}
@@ -201,9 +207,25 @@ def _kind(annotation: str) -> Kind | None:
 
 def _one(annotation: str) -> Kind | None:
     name, _, inside = annotation.partition("[")
+    if name == "tuple" and not inside.endswith("...]"):
+        return _tuple(_split(inside.removesuffix("]"), ","))
     if name in _CONTAINERS:
         return _container(name, inside.removesuffix("]"))
     return Kind("a function", callable) if name == "Callable" else _NAMED.get(annotation)
+
+
+def _tuple(inside: Sequence[str]) -> Kind:
+    kinds = [_kind(part) for part in inside]
+
+    def fits(value: Any) -> bool:
+        return (
+            isinstance(value, (tuple, list))
+            and len(value) == len(kinds)
+            and all(kind is None or kind.fits(item) for kind, item in zip(kinds, value, strict=True))
+        )
+
+    words = ", ".join("anything" if kind is None else kind.words for kind in kinds)
+    return Kind(f"a tuple of {words}", fits, is_of_type=False)
 
 
 def _container(name: str, inside: str) -> Kind:
@@ -226,7 +248,14 @@ def _container(name: str, inside: str) -> Kind:
 
 def _split(annotation: str, at: str) -> list[str]:
     """Split an annotation at a separator outside brackets."""
-    return [part.strip() for part in re.split(rf"\{at}(?![^\[]*\])", annotation)]
+    parts, depth = [""], 0
+    for character in annotation:
+        depth += (character == "[") - (character == "]")
+        if character == at and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
 
 
 def answer(callback: str, value: Any) -> bool:

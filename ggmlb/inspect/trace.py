@@ -16,6 +16,7 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from ggmlb.core.errors import ArgumentError
 from ggmlb.inspect.html import escape
 from ggmlb.inspect.timeline import timeline
 from ggmlb.interface import Backend, Command, GraphPlan, observe
@@ -133,7 +134,10 @@ class Trace(Observer):
                     stack.callback(stop_timing, backend)
         self.events = self._as_events(done)
         if self._path is not None:
-            self._path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+            try:
+                self._path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
+            except OSError as error:
+                raise ArgumentError(f"trace: cannot write {self._path}: {error}; give another path") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as a JSON object for viewers."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import BufferType, DType, Scheduler
+from ggmlb.core.arguments import checked_methods
 from ggmlb.core.errors import ArgumentError, FreedError
 from ggmlb.interface.memory_table import MemoryReport, MemoryTable
 from ggmlb.models.bert import BertConfig, BertGraph
@@ -30,6 +31,7 @@ LENGTH_ERROR = 1e-3
 """Tolerance of an embedding's norm, which should be 1."""
 
 
+@checked_methods
 class BertEmbedder(ModelOnDevices):
     """Computes sentence embeddings with a BERT-type model, such as all-MiniLM-L6-v2.
 

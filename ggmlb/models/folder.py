@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ggmlb.core.arguments import checked_methods
 from ggmlb.core.errors import MissingModelError, ModelError
 from ggmlb.models.mapped_file import failing
 from ggmlb.models.tensor_file import TensorFile
@@ -60,6 +61,7 @@ def _package_dir(package: str, other: str) -> Path:
 _READABLE = "let this user read it"
 
 
+@checked_methods
 class ModelFolder:
     """A folder with `config.json`, `model.safetensors` and `tokenizer.json`.
 

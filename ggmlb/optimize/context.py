@@ -57,7 +57,7 @@ class LossType(IntEnum):
         """
         if isinstance(given, str) and given.upper() in cls.__members__:
             return cls[given.upper()]
-        if not isinstance(given, str) and given in list(cls):
+        if isinstance(given, int) and given in list(cls):
             return cls(given)
         names = [name.lower() for name in cls.__members__]
         hint = did_you_mean(given, names) if isinstance(given, str) else ""

@@ -56,7 +56,9 @@ class Dataset:
 
         The order depends on `rng` alone, not on earlier shuffles; the others stay as they were given.
         """
-        whole = (len(self) if n is None else n) // self._n_shard
+        if not 0 <= (n_shuffled := len(self) if n is None else n) <= len(self):
+            raise ArgumentError(f"shuffle: n is {n}; give 0 to {len(self)}")
+        whole = n_shuffled // self._n_shard
         order = np.arange(len(self))
         shards = order[: whole * self._n_shard].reshape(whole, self._n_shard)
         order[: whole * self._n_shard] = shards[rng.permutation(whole)].reshape(-1)

@@ -45,7 +45,13 @@ class AdamW:
                 raise ArgumentError(f"AdamW: {name} is {beta}; give a number from 0 to below 1")
 
     def numbers(self, iteration: int) -> list[float]:
-        """Return what `opt_step_adamw` takes at a step, counted from 1."""
+        """Return what `opt_step_adamw` takes at a step, counted from 1.
+
+        Raises:
+            ArgumentError: There is no such step.
+        """
+        if iteration < 1:
+            raise ArgumentError(f"AdamW: iteration is {iteration}; steps are counted from 1")
         corrections = [1 / (1 - beta**iteration) for beta in (self.beta1, self.beta2)]
         return [self.alpha, self.beta1, self.beta2, self.eps, self.wd, *corrections]
 
@@ -53,6 +59,8 @@ class AdamW:
         self, ctx: Context, param: Tensor, grad: Tensor, moments: Sequence[Tensor], numbers: Tensor
     ) -> Tensor:
         """Return the node that changes a parameter and its moments."""
+        if len(moments) != 2:
+            raise ArgumentError(f"AdamW: {len(moments)} moments; give 2")
         first, second = moments
         return ctx.opt_step_adamw(param, grad, first, second, numbers)
 

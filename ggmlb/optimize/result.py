@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.arguments import alias
+from ggmlb.core.arguments import alias, checked, named
+from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ggmlb.optimize.context import OptContext
     from ggmlb.optimize.dataset import Dataset
 
 
+@named("a Result()")
 class Result:
     """Losses and predictions of batches, as `OptContext.eval` adds them (ggml_opt_result).
 
@@ -92,6 +94,7 @@ class Epoch(NamedTuple):
     eval: Result
 
 
+@named("a Progress, as callbacks are given one")
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The state of an epoch after a batch.
@@ -130,8 +133,15 @@ Callback = Callable[[Progress], Any]
 alias("Callback", "Callable")
 
 
+MOST_WIDTH = 1000
+"""Most characters of a bar."""
+
+
+@checked
 def progress_bar(progress: Progress, width: int = 24) -> None:
     """Print a line with a bar to stderr, overwritten after each batch (..._epoch_callback_progress_bar)."""
+    if not 1 <= width <= MOST_WIDTH:
+        raise ArgumentError(f"progress_bar: width is {width}; give 1 to {MOST_WIDTH}")
     p, result = progress, progress.result
     filled = width * p.n_done // p.n_batches
     accuracy = f"  accuracy {result.accuracy:.2%}" if result.n_correct >= 0 else ""

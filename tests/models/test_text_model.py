@@ -306,8 +306,8 @@ def test_options_that_are_wrong(models: Callable[..., Path]) -> None:
         for prompt, says in (
             (([]), "the prompt is empty"),
             ([N_VOCAB], "tokens are 0 to"),
-            ([3, {"role": "user", "content": "x"}], "the prompt has the token {'role'"),
-            ([{"role": "user", "content": "x"}, 3], "the prompt has the token {'role'"),
+            ([3, {"role": "user", "content": "x"}], r"prompt\[[01]\] is a"),
+            ([{"role": "user", "content": "x"}, 3], r"prompt\[[01]\] is a"),
             ([1] * 33, "n_ctx is 32"),
         ):
             with pytest.raises(ArgumentError, match=says):
@@ -599,3 +599,15 @@ def test_processors_that_leave_no_token(models: Callable[..., Path]) -> None:
                         temperature=temperature,
                         logits_processor=lambda _, logits, value=value: logits + value,
                     )
+
+
+def test_a_parameter_beyond_float32_is_refused(tmp_path: Path) -> None:
+    """By the op, whatever device would compute it."""
+    path = write_text_model(tmp_path / "m.gguf")
+    file = ggmlb.open_gguf(path)
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": np.float64(1e-300)}
+    tensors = {name: np.array(file.array(name)) for name in file}
+    ggmlb.save_gguf(path, dict(file.metadata) | scaling, tensors)
+    for device in ("CPU", *DEVICES):
+        with pytest.raises(ArgumentError, match=r"rope.*: freq_scale is .*; give a number"):
+            TextModel(path, [device], n_ctx=32)

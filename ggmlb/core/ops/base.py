@@ -7,9 +7,10 @@ A model builds thousands of nodes, so a check that passes must be cheap: callers
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 from weakref import ref
 
 from ggmlb.core import arguments
@@ -22,6 +23,9 @@ F = TypeVar("F", bound=Callable[..., Tensor])
 S = TypeVar("S", bound="OpBase")
 R = TypeVar("R")
 P = ParamSpec("P")
+
+MOST_FLOAT: Final = 3.4028234663852886e38
+"""The largest finite float32."""
 
 
 class OpBase:
@@ -54,7 +58,14 @@ class OpBase:
         name: str = "",
         nb: Ne | None = None,
     ) -> Tensor:
-        """Return a new node, contiguous unless strides are given."""
+        """Return a new node, contiguous unless strides are given.
+
+        Raises:
+            ArgumentError: A parameter is beyond float32, in which ggml keeps them.
+        """
+        for key, value in (params or {}).items():
+            if type(value) is float and MOST_FLOAT < abs(value) < math.inf:
+                raise ArgumentError(f"{op.name.lower()}: {key} is {value}; give a number within float32")
         tensor = Tensor(dtype, ne, nb, op=op, src=src, params=params, name=name)
         return self._take(tensor)
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, Context, DType, Tensor, alloc_ctx_tensors, save_gguf
-from ggmlb.core.arguments import generator
+from ggmlb.core.arguments import checked_methods, generator, named
 from ggmlb.core.errors import ArgumentError, ModelError, did_you_mean, shown
 from ggmlb.core.lifetime import Closeable
 from ggmlb.interface.memory_table import Space
@@ -81,6 +81,8 @@ class FactorSource(Protocol):
         """
 
 
+@named("an adapter, as new_adapter() or load_adapter(path) makes one")
+@checked_methods
 class Adapter(Closeable):
     """A LoRA adapter on the devices of a model's layers, by `TextModel.load_adapter` or `new_adapter`.
 
@@ -136,7 +138,13 @@ class Adapter(Closeable):
         self._scale = float(value)
 
     def multiplier(self, rank: int) -> float:
-        """What a product of this rank is multiplied by."""
+        """What a product of this rank is multiplied by.
+
+        Raises:
+            ArgumentError: The rank is not positive.
+        """
+        if rank < 1:
+            raise ArgumentError(f"multiplier: the rank is {rank}; give 1 or more")
         return self._scale * (self.alpha / rank if self.alpha else 1.0)
 
     def save(self, path: str | PathLike[str]) -> None:

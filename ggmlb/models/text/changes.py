@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import RLock
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.core.arguments import real_numbers
 from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ class Changes:
     @contextmanager
     def steering(self, vectors: Mapping[int, npt.ArrayLike], scale: float) -> Iterator[None]:
         """Add vectors to the hidden states after layers; see `TextModel.steering`."""
+        if not math.isfinite(scale):
+            raise ArgumentError(f"steering: the scale is {scale}; give a finite number")
         added = {layer: np.float32(scale) * self._vector(layer, vector) for layer, vector in vectors.items()}
         with self.lock:
             self._vectors.append(added)
@@ -97,7 +101,7 @@ class Changes:
     def _vector(self, layer: int, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
         if not isinstance(layer, (int, np.integer)) or not 0 <= layer < self._n_layer:
             raise ArgumentError(f"steering: there is no layer {layer!r}; layers are 0 to {self._n_layer - 1}")
-        vector = np.asarray(values, np.float32)
+        vector = real_numbers(values, "steering").astype(np.float32)
         if vector.shape != (self._n_embd,) or not np.isfinite(vector).all():
             raise ArgumentError(
                 f"steering: the vector of layer {layer} has shape {vector.shape}; give {self._n_embd} finite "

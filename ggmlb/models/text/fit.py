@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ggmlb import Device
     from ggmlb.models.rates import Rates
 
+MOST_CTX = 1 << 26
+"""Most tokens that can be asked for: more than models are trained for."""
+
 N_CTX = 4096
 """Tokens that the memory of keys and values holds by default, if the model was trained for so many."""
 
@@ -488,8 +491,8 @@ def open_planner(
     layout = Layout(file, config)
     names = device_names(devices, list(wishes.layers_on or ()))
     n = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
-    if n < 1:
-        raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
+    if not 1 <= n <= MOST_CTX:
+        raise ArgumentError(f"n_ctx is {n}; give 1 to {MOST_CTX:,}")
     kv = DType.parse(kv_type)
     n_kept = 0 if config.state else config.n_layer * config.n_head_kv * (config.n_key + config.n_value) * n
     kept = n_kept * kv.type_size // kv.block_size

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, BufferType, DType, Scheduler
-from ggmlb.core.arguments import checked
+from ggmlb.core.arguments import alias, checked_methods, named
 from ggmlb.core.errors import AllocationError, ArgumentError, FreedError, ModelError
 from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.models.devices import ModelOnDevices
@@ -52,13 +52,20 @@ if TYPE_CHECKING:
 LEAST_LENGTH = 1e-12
 """Least length that an embedding is divided by."""
 
+MOST_TRAINED = 1 << 20
+"""Most tokens of a batch of training."""
+
 Message = Mapping[str, Any]
 """A message of a chat: `{"role": "user", "content": "Hello"}`."""
+alias("Message", "Mapping")
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token numbers, or the messages of a chat."""
+alias("Prompt", "str | Sequence[int] | Sequence[Message]")
 
 
+@named("a TextModel")
+@checked_methods
 class TextModel(ModelOnDevices):
     """Generates text with a GGUF model.
 
@@ -398,7 +405,6 @@ class TextModel(ModelOnDevices):
         self._check("load_adapter")
         return self._parts.load_adapter(AdapterFile(Path(path), trainable), scale)
 
-    @checked
     def new_adapter(
         self,
         targets: str = r"attn_[qkv]\.weight|attn_output\.weight",
@@ -426,7 +432,6 @@ class TextModel(ModelOnDevices):
             NewFactors(targets, rank, 2.0 * rank if alpha is None else alpha, seed)
         )
 
-    @checked
     def training(
         self,
         adapter: Adapter,
@@ -463,8 +468,11 @@ class TextModel(ModelOnDevices):
         if self.config.state is not None or self.config.experts is not None:
             kind = "is recurrent" if self.config.experts is None else "has experts"
             raise ArgumentError(f"training: the model {kind}: ops of such models have no gradients")
-        if n_ctx < 1 or n_batch < 1:
-            raise ArgumentError(f"training: n_ctx is {n_ctx}, n_batch {n_batch}; give 1 or more")
+        if n_ctx < 1 or not 1 <= n_batch <= MOST_TRAINED // n_ctx:
+            raise ArgumentError(
+                f"training: n_ctx is {n_ctx}, n_batch {n_batch}; give 1 or more, together at most "
+                f"{MOST_TRAINED:,} tokens"
+            )
         if n_ctx > (most := self.config.n_ctx_train):
             raise ArgumentError(
                 f"training: n_ctx is {n_ctx}; the model was made for sequences of up to {most}"
@@ -536,7 +544,7 @@ class TextModel(ModelOnDevices):
             FreedError: A model was closed.
         """
         tokens = self._common_tokens("compare", other, text)[:max_tokens]
-        if not tokens or n_ctx < 1:
+        if n_ctx < 1 or (max_tokens is not None and max_tokens < 1):
             raise ArgumentError(f"compare: max_tokens is {max_tokens}, n_ctx {n_ctx}; give 1 or more")
         first = self.vocabulary.bos if self.vocabulary.adds_bos else None
         engines = self._engine, other._engine

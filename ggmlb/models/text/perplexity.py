@@ -47,8 +47,13 @@ def perplexity(
         progress: Called after each chunk with the number done and the total.
 
     Raises:
-        ArgumentError: The text is shorter than a chunk.
+        ArgumentError: The text is shorter than a chunk, or a number is out of range.
     """
+    if n_ctx < 3 or (max_chunks is not None and max_chunks < 1):
+        raise ArgumentError(
+            f"perplexity: n_ctx is {n_ctx}, max_chunks {max_chunks}; give 3 or more, whose second half is "
+            "foretold, and 1 or more"
+        )
     n_chunks = min(len(tokens) // n_ctx, max_chunks or len(tokens))
     if not n_chunks:
         raise ArgumentError(f"the text has {len(tokens)} tokens, fewer than {n_ctx}, a chunk; give more")

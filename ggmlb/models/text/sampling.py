@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.core.arguments import alias, checked_methods, named
 from ggmlb.core.errors import ArgumentError, did_you_mean
 
 Floats = npt.NDArray[np.float32]
 
 LogitsProcessor = Callable[[Sequence[int], Floats], Floats]
 """`processor(tokens, logits)`: the logits to sample from, given the tokens so far, prompt included."""
+alias("LogitsProcessor", "Callable")
 
 LIKELY = 24.0
 """How far below the best logit a token is looked at first; beyond, its probability is under 4e-11 of it."""
 
 
+@named("Options(...)")
+@checked_methods
 @dataclass(frozen=True, slots=True)
 class Options:
     """What is asked of a generation; the steps of sampling are taken in this order, as in llama.cpp.
@@ -62,10 +66,10 @@ class Options:
             ("seed", 0, (1 << 64) - 1), ("logprobs", 0, 1 << 31),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not least <= value <= most:
+            if not least <= value <= most:
                 raise ArgumentError(f"{name} is {value!r}; give {least} to {most}")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ArgumentError(f"stop is {self.stop!r}; give a list of texts, none of them empty")
+        if "" in self.stop:
+            raise ArgumentError(f"stop is {self.stop!r}; give texts that are not empty")
 
 
 def changed(options: Options | None, changes: Mapping[str, Any]) -> Options:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb import DType, save_gguf
+from ggmlb.core.arguments import checked_methods
 from ggmlb.core.errors import AllocationError, GraphError, ModelError
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.text.generation import Generation
@@ -30,6 +31,7 @@ SAMPLE = 512
 """Pieces of each weight that a fingerprint covers, and the bytes of one."""
 
 
+@checked_methods
 class Session:
     """Generation for prompts with a common beginning, of which only the new tokens are computed.
 
