@@ -24,9 +24,6 @@ from ggmlb.models.summary import Summary
 from ggmlb.models.tokens import Shape, Tokenizer, plan_batches
 from ggmlb.models.weights import Source, Weights
 
-Progress = Callable[[int, int], None]
-"""`progress(n_done, n_texts)`, called after each batch."""
-
 LENGTH_ERROR = 1e-3
 """Tolerance of an embedding's norm, which should be 1."""
 
@@ -126,14 +123,17 @@ class BertEmbedder(ModelOnDevices):
             raise FreedError(f"{call}: this embedder was closed")
 
     def embed(
-        self, texts: Sequence[str], batch: int = 32, progress: Progress | None = None
+        self,
+        texts: Sequence[str],
+        batch: int = 32,
+        progress: Callable[[int, int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return the embeddings of texts, each of norm 1.
 
         Args:
             texts: Texts; those longer than the model allows are truncated.
             batch: Most texts that are computed together.
-            progress: Called after each batch with the number of texts done.
+            progress: `progress(n_done, n_texts)`, called after each batch.
 
         Returns:
             Shape `(len(texts), n_embd)`, in the order of the texts.
