@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -26,6 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the program's name; those of the process by default.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by `>&-`: no file that is opened may take its number
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
     gc.set_threshold(NEW_OBJECTS)
     atexit.register(gc.freeze)  # else the interpreter's end goes through all objects, several times
     from ggmlb.cli.app import run

@@ -12,10 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ggmlb
+from ggmlb import DType, open_gguf
 from ggmlb.cli import main
+from tests.support.gguf_files import write_gguf
 from tests.support.processes import ggmlb_command as run
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +94,30 @@ def test_devices_say_which_extra_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=env, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/bin/sh").exists(), reason="no shell")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
+    """As by a service's start: a file that is opened must not take a stream's number."""
+    model = write_gguf(
+        tmp_path / "in.gguf", {"general.architecture": "llama"}, {"w.weight": np.ones((4, 32), "f4")}
+    )
+    commands = (["devices"], ["--version"], ["--help"], ["ops", "-d", "CPU", "--json"], ["show", str(model)],
+                ["quantize", str(model), str(tmp_path / "out.gguf"), "--type", "q8_0"])  # fmt: skip
+    for command in commands:
+        line = f'exec "$0" -m ggmlb "$@" {closed}'
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            ["/bin/sh", "-c", line, sys.executable, *command],
+            capture_output=True,
+            text=True,
+            env=env,
+            check=False,
+        )
+        assert done.returncode == 0, (command, done.stderr)
+        assert "should not happen" not in done.stderr
+    assert open_gguf(tmp_path / "out.gguf")["w.weight"].dtype is DType.Q8_0
 
 
 # -- escapes ---------------------------------------------------------------------------------------
