@@ -321,8 +321,8 @@ class Tensor(Operators):
         Raises:
             NotAllocatedError: The tensor is in no buffer.
             ShapeError: The array has another shape.
-            DTypeError: The tensor's type cannot be written, or the array holds no real numbers, or none of
-                `dtype`.
+            DTypeError: The tensor's type cannot be written, the array holds no real numbers, or none of
+                `dtype`, or the tensor's integers do not have one of them.
             ArgumentError: The array has a mask.
         """
         self.placed("set_array")
@@ -342,7 +342,16 @@ class Tensor(Operators):
                 f"give one of shape {self.shape} (ne reversed)"
                 + (f"; set_array(blocks, dtype={self.dtype.name!r}) writes blocks" if are_blocks else "")
             )
-        self._set_blocks(dtypes.quantize(array.reshape(full), self.dtype))
+        with np.errstate(invalid="ignore" if self.dtype.numpy.kind == "i" else None):
+            blocks = dtypes.quantize(array.reshape(full), self.dtype)
+        if self.dtype.numpy.kind == "i" and array.dtype != self.dtype.numpy:
+            differ = blocks.view(self.dtype.numpy).reshape(full) != array.reshape(full)
+            if differ.any():
+                raise DTypeError(
+                    f"set_array on {self.describe()}: {array.reshape(full)[differ][0]} is no number of "
+                    f"{self.dtype}; round and clip the values, or use a float type"
+                )
+        self._set_blocks(blocks)
 
     def _blocks(self, array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
         """Return blocks of a type as bytes if it is the tensor's own, as values otherwise."""

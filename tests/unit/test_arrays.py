@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -139,6 +140,20 @@ def test_numpys_default_type_computes_and_f64_says_what_to_do() -> None:
     with pytest.raises(ggmlb.UnsupportedOpError, match=r"SCALE f64(.|\n)*cast it to f32"):
         ggmlb.evaluate(ctx.from_array(x, "f64") * 2)
     assert ggmlb.evaluate(ctx.cast(ctx.from_array(x, "f64"), "f32") * 2).shape == (4, 3)
+
+
+@pytest.mark.parametrize("dtype", ["i8", "i16", "i32", "i64"])
+@pytest.mark.parametrize("value", [2**63, 1.7, math.nan, math.inf, -1e30])
+def test_an_integer_tensor_takes_equal_values_only(dtype: str, value: Any) -> None:
+    tensor = Context().from_array(np.zeros(2), dtype)
+    for array in ([value, 0], np.array([value, 0], np.float32)):
+        with pytest.raises(ggmlb.DTypeError, match=f"is no number of {dtype}; round and clip"):
+            tensor.set_array(array)
+        with pytest.raises(ggmlb.DTypeError, match=f"is no number of {dtype}"):
+            Context().from_array(array, dtype)
+    for equal in ([1.0, 2], [True, False], np.array([3, 4], np.uint64), np.array([-5, 6])):
+        tensor.set_array(equal)
+        assert tensor.to_numpy().tolist() == list(equal)
 
 
 def test_a_read_only_array_stays_so() -> None:
