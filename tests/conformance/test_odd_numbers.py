@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ggmlb import Backend, Device
+from ggmlb import Backend, Device, Error
 from ggmlb.testing.cases import FAMILIES
+from ggmlb.testing.draw import Program
 from tests.support.gpus import LLVM, OPENCL, device_fixture
-from tests.support.odd_numbers import computed, difference, variants
+from tests.support.odd_numbers import cases, computed, difference, variants
 
 device = device_fixture(LLVM, OPENCL)
 
@@ -79,6 +81,40 @@ def test_odd_numbers_give_what_they_give_on_the_cpu(family: str, stream: Backend
                 wrong.append(f"{label}: {reason}")
             elif family in SMOOTH and _is_opposite(x, y).any():
                 wrong.append(f"{label}: of opposite signs")
+    assert not wrong, "\n".join(wrong)
+
+
+ODD_PARAMETERS = (-1.5, -0.0, np.nan, np.inf, -np.inf)
+
+
+def _with_odd_parameters(family: str) -> Iterator[tuple[str, Program]]:
+    """A family's programs with each float parameter odd in turn."""
+    for case in cases(family)[:2]:
+        steps = case.program.steps
+        for s, step in enumerate(steps):
+            for i in (i for i, arg in enumerate(step.args) if type(arg) is float):
+                for odd in ODD_PARAMETERS:
+                    changed = replace(step, args=(*step.args[:i], odd, *step.args[i + 1 :]))
+                    program = replace(case.program, steps=[*steps[:s], changed, *steps[s + 1 :]])
+                    yield f"{step.fn}, argument {i} = {odd}", program
+
+
+def test_an_odd_parameter_is_refused_by_the_op_or_the_same_everywhere(stream: Backend, cpu: Backend) -> None:
+    wrong, n = [], 0
+    for family in sorted(FAMILIES):
+        for label, program in _with_odd_parameters(family):
+            try:
+                program.case("odd").build()
+            except Error:
+                continue
+            found, right = computed(stream, program), computed(cpu, program)
+            if found is None or right is None:
+                continue
+            n += 1
+            for x, y in zip(found, right, strict=True):
+                if reason := difference(x, y, max(10 * program.nmse, 1e-8)):
+                    wrong.append(f"{label}: {reason}")
+    assert n > 100
     assert not wrong, "\n".join(wrong)
 
 

@@ -339,6 +339,16 @@ WRONG = [
     ("opt_step_adamw", ("[4].W", "[4]", "[4]", "[4]", "f16[7]"), D, "adamw_params is"),
     ("opt_step_sgd", ("[4]", "[4]", "[2]"), A, "call set_param"),
     ("opt_step_sgd", ("[4].W", "[4]", "[3]"), S, "2 numbers"),
+    # numbers out of range
+    ("soft_max_ext", ("[4,3]", "[4,3]", 1.0, -1.0), A, "max_bias is -1.0; give a finite number, 0 or more"),
+    ("soft_max_ext_back", ("[4,3]", "[4,3]", float("nan"), 0.0), A, "scale is nan; give a finite"),
+    ("flash_attn_ext", ("[8,3]", "f16[8,5]", "f16[8,5]", "f16[5,3]", 1.0, -2.0), A, "max_bias"),
+    ("flash_attn_ext", ("[8,3]", "f16[8,5]", "f16[8,5]", None, 1.0, 0.0, -5.0), A, "logit_softcap"),
+    ("swiglu_oai", ("[4,3]", "[4,3]", 1.7, -7.0), A, "limit"),
+    ("leaky_relu", ("[4,3]", float("inf")), A, "negative_slope"),
+    ("xielu", ("[4,3]", 1e39, 0.1, 0.1, 0.1), A, "alpha_n"),
+    ("rope_ext", ("[8,2,3]", "i32[3]", None, 8, 0, 0, 0.0), A, "freq_base"),
+    ("rope_ext", ("[8,2,3]", "i32[3]", None, 8, 0, 0, 1e4, 0.0, 1.0), A, "with an ext_factor"),
     # windows
     ("win_part", ("[4,5,6,2]", 3), S, r"ne\[3\] is 2"),
     ("win_part", ("f16[4,5,6]", 3), D, "f32"),

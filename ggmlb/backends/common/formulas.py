@@ -51,7 +51,7 @@ def alibi_slopes(n_head: int, max_bias: float) -> Array:
 def yarn_range(params: Mapping[str, Any]) -> tuple[float, float]:
     """Return the first pair of YaRN's ramp, and its length in pairs."""
     n_dims, n_ctx = params["n_dims"], params["n_ctx_orig"]
-    if not n_ctx:
+    if not n_ctx or not params["ext_factor"]:
         return 0.0, 0.001
 
     def pair_of(n_turns: float) -> float:

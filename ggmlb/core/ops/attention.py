@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, Prec, as_enum
-from ggmlb.core.ops.base import OpBase, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
+from ggmlb.core.ops.base import (
+    OpBase,
+    divides,
+    fail_arg,
+    fail_contiguous,
+    fail_dtype,
+    fail_shape,
+    require_finite,
+)
 from ggmlb.core.ops.matmul import can_mul_mat
 from ggmlb.core.ops.softmax import add_sinks
 from ggmlb.core.ops.spec import BF16, F16, F32, OUTER, PADDED, PLAIN, ROW, OpSpec, Perf, f32, main
@@ -52,9 +60,12 @@ class AttentionOps(OpBase):
         Raises:
             ShapeError: The shapes do not fit, or the mask is not contiguous.
             DTypeError: The mask is not f16.
-            ArgumentError: `max_bias` is positive and there is no mask.
+            ArgumentError: `max_bias` or `logit_softcap` is negative, or `max_bias` positive without a mask;
+                or a number is not finite.
         """
         fn = "flash_attn_ext"
+        require_finite(fn, scale=scale)
+        require_finite(fn, 0, max_bias=max_bias, logit_softcap=logit_softcap)
         n, w = q.ne, v.ne
         if not can_mul_mat(k, q) or n[3] != k.ne[3]:
             fail_shape(fn, "q and k must have equal ne[0] and ne[3], and k.ne[2] must divide q.ne[2]", q, k)

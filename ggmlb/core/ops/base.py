@@ -24,8 +24,10 @@ S = TypeVar("S", bound="OpBase")
 R = TypeVar("R")
 P = ParamSpec("P")
 
-MOST_FLOAT: Final = 3.4028234663852886e38
-"""The largest finite float32."""
+F32_MAX: Final = 3.4028234663852886e38
+"""The largest number of float32."""
+F32_TINY: Final = 1.1754943508222875e-38
+"""The smallest normal number of float32."""
 
 
 class OpBase:
@@ -64,7 +66,7 @@ class OpBase:
             ArgumentError: A parameter is beyond float32, in which ggml keeps them.
         """
         for key, value in (params or {}).items():
-            if type(value) is float and MOST_FLOAT < abs(value) < math.inf:
+            if type(value) is float and F32_MAX < abs(value) < math.inf:
                 raise ArgumentError(f"{op.name.lower()}: {key} is {value}; give a number within float32")
         tensor = Tensor(dtype, ne, nb, op=op, src=src, params=params, name=name)
         return self._take(tensor)
@@ -207,6 +209,14 @@ def require_int32(fn: str, **numbers: float) -> None:
     for name, n in numbers.items():
         if not -(1 << 31) <= n < 1 << 31:
             fail_arg(fn, f"{name} is {n}; give a number of 32 bits")
+
+
+def require_finite(fn: str, least: float = -F32_MAX, **numbers: float) -> None:
+    """Raise an ArgumentError unless each number is finite in f32, as in kernels, and at least `least`."""
+    for name, n in numbers.items():
+        if not least <= n <= F32_MAX:
+            why = "a finite number of f32" if least < 0 else f"a finite number, {least:g} or more"
+            fail_arg(fn, f"{name} is {n}; give {why}")
 
 
 def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:

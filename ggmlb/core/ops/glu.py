@@ -11,7 +11,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.enums import GluOp, Op, UnaryOp, as_enum
-from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, fail_dtype, fail_shape, method
+from ggmlb.core.ops.base import (
+    OpBase,
+    fail_arg,
+    fail_contiguous,
+    fail_dtype,
+    fail_shape,
+    method,
+    require_finite,
+)
 from ggmlb.core.ops.spec import F16, F32, GAPS, PLAIN, OpSpec, Perf, Sample, flat, main, tolerance
 from ggmlb.core.ops.unary import DERIVATIVES
 from ggmlb.core.sharding import Outcome, SplitState, States, elementwise, per_row
@@ -77,7 +85,12 @@ class GluOps(OpBase):
         """Return `g * sigmoid(alpha * g) * (u + 1)` (ggml_swiglu_oai).
 
         Here `g` is `a`, at most `limit`, and `u` is `b`, clamped to plus or minus `limit`.
+
+        Raises:
+            ArgumentError: `limit` is negative, or a number is not finite.
         """
+        require_finite("swiglu_oai", alpha=alpha)
+        require_finite("swiglu_oai", 0, limit=limit)
         params = {"op": GluOp.SWIGLU_OAI, "swapped": False, "alpha": alpha, "limit": limit}
         return self._glu("swiglu_oai", a, b, params)
 

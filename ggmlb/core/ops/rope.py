@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Concatenate
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType, as_enum
-from ggmlb.core.ops.base import OpBase, P, checked, fail_arg, fail_dtype, fail_shape
+from ggmlb.core.ops.base import F32_TINY, OpBase, P, checked, fail_arg, fail_dtype, fail_shape, require_finite
 from ggmlb.core.ops.spec import BF16, F16, F32, I32, ROWS, OpSpec, Perf, i32, main
 from ggmlb.core.sharding import MIRRORED, Outcome, States
 from ggmlb.core.tensor import Tensor
@@ -94,6 +94,13 @@ def _multi(
         fail_arg(fn, f"sections is {list(sections)}; it must hold four counts")
     elif mode is RopeType.VISION and n_dims * 2 != a.ne[0]:
         fail_arg(fn, f"n_dims is {n_dims}; mode VISION needs half the row length {a.ne[0]}")
+    require_finite(fn, F32_TINY, freq_base=freq_base)
+    require_finite(fn, freq_scale=freq_scale, ext_factor=ext_factor, attn_factor=attn_factor)
+    require_finite(fn, 0, beta_fast=beta_fast, beta_slow=beta_slow)
+    if ext_factor and (freq_base == 1 or freq_scale <= 0 or n_ctx_orig < 0):
+        fail_arg(
+            fn, "with an ext_factor, freq_scale must be above 0, freq_base not 1, n_ctx_orig not negative"
+        )
     params: dict[str, object] = {
         "n_dims": n_dims,
         "mode": mode,
@@ -151,7 +158,8 @@ class RopeOps(OpBase):
     Raises:
         ShapeError: There is not one position (or four) per token, or `c` is too short.
         DTypeError: `b` is not i32, or `c` is not f32.
-        ArgumentError: `n_dims` is odd or larger than the rows, or there is no such mode.
+        ArgumentError: `n_dims` is odd or larger than the rows, there is no such mode, or a number is not
+            finite or out of range: `freq_base` and, with an `ext_factor`, `freq_scale` are above 0.
     """
 
     rope = _node(_plain, "rope", Op.ROPE, "Return `rope_ext` with base 10000 and no scaling")

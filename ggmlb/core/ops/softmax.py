@@ -19,6 +19,7 @@ from ggmlb.core.ops.base import (
     fail_contiguous,
     fail_dtype,
     fail_shape,
+    require_finite,
     require_int32,
     require_same_shape,
 )
@@ -67,9 +68,9 @@ class SoftmaxOps(OpBase):
         Raises:
             ShapeError: An operand is not contiguous, or the mask does not fit.
             DTypeError: The mask is of another type.
-            ArgumentError: `max_bias` is positive and there is no mask.
+            ArgumentError: `max_bias` is negative, or positive without a mask; a number is not finite.
         """
-        _check("soft_max_ext", a, mask, max_bias)
+        _check("soft_max_ext", a, mask, scale, max_bias)
         params = {"scale": scale, "max_bias": max_bias}
         return self._op(Op.SOFT_MAX, a.dtype, a.ne, (a, mask, None), params)
 
@@ -77,7 +78,7 @@ class SoftmaxOps(OpBase):
         self, a: Tensor, mask: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0
     ) -> Tensor:
         """Return `soft_max_ext`, written into the memory of `a` (ggml_soft_max_ext_inplace)."""
-        _check("soft_max_ext_inplace", a, mask, max_bias)
+        _check("soft_max_ext_inplace", a, mask, scale, max_bias)
         params = {"scale": scale, "max_bias": max_bias}
         return self._op_into(Op.SOFT_MAX, a, (a, mask, None), params)
 
@@ -113,6 +114,8 @@ class SoftmaxOps(OpBase):
         self, fn: str, a: Tensor, b: Tensor, scale: float, max_bias: float, inplace: bool
     ) -> Tensor:
         require_same_shape(fn, a, b)
+        require_finite(fn, scale=scale)
+        require_finite(fn, 0, max_bias=max_bias)
         params = {"scale": scale, "max_bias": max_bias}
         return self._like(inplace, Op.SOFT_MAX_BACK, a, (a, b), params)
 
@@ -137,7 +140,9 @@ class SoftmaxOps(OpBase):
         return self._op_into(Op.DIAG_MASK_ZERO, a, (a,), {"n_past": n_past})
 
 
-def _check(fn: str, a: Tensor, mask: Tensor | None, max_bias: float) -> None:
+def _check(fn: str, a: Tensor, mask: Tensor | None, scale: float, max_bias: float) -> None:
+    require_finite(fn, scale=scale)
+    require_finite(fn, 0, max_bias=max_bias)
     if not a.is_contiguous():
         fail_contiguous(fn, "a", a)
     if mask is not None:

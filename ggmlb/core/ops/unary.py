@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import Op, UnaryOp, as_enum
-from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, method, require_same_shape
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, method, require_finite, require_same_shape
 from ggmlb.core.ops.spec import (
     ANY,
     BF16,
@@ -136,6 +136,7 @@ class UnaryOps(OpBase):
 
     def leaky_relu(self, a: Tensor, negative_slope: float, inplace: bool = False) -> Tensor:
         """Return `a` where positive, else `negative_slope * a`; param `negative_slope` (ggml_leaky_relu)."""
+        require_finite("leaky_relu", negative_slope=negative_slope)
         return self._like(inplace, Op.LEAKY_RELU, a, (a,), {"negative_slope": negative_slope})
 
     def xielu(self, a: Tensor, alpha_n: float, alpha_p: float, beta: float, eps: float) -> Tensor:
@@ -144,6 +145,7 @@ class UnaryOps(OpBase):
         The node's params hold the constrained slopes: `alpha_n` is `beta + softplus(alpha_n)` and
         `alpha_p` is `softplus(alpha_p)`.
         """
+        require_finite("xielu", alpha_n=alpha_n, alpha_p=alpha_p, beta=beta, eps=eps)
         params = {
             "op": UnaryOp.XIELU,
             "alpha_n": beta + _softplus(alpha_n),
