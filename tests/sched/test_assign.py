@@ -273,3 +273,19 @@ def test_a_status_is_returned(bench):
         sched.alloc_graph(graph)
         x.set_array(np.ones(4))
         assert sched.graph_compute(graph) is Status.SUCCESS
+
+
+def test_a_request_for_a_view_has_no_effect(bench):
+    c = Context()
+    s = c.new_tensor(DType.F32, (8, 4))
+    view = c.view_2d(s, 8, 2, s.nb[1], 0)
+    y = c.mul_mat(bench.weight(bench.gpu1, 8, 8), view)
+    graph = Graph().build_forward_expand(c.add(y, c.view_2d(y, 8, 2, y.nb[1], 0)))
+    placed = []
+    for wanted in (None, *bench.backends):
+        with Scheduler(bench.backends) as sched:
+            for node in (n for n in graph.nodes if n.op is Op.VIEW):
+                sched.set_tensor_backend(node, wanted)
+            sched.split_graph(graph)
+            placed.append([sched.get_tensor_backend(t) for t in (s, *graph.nodes)])
+    assert placed == [placed[0]] * 4

@@ -211,7 +211,8 @@ class _Passes:
         self.ids = ids = [owners[buffers[root]] for root in self._roots]
         self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
         for i, wanted in self._requests.items():
-            if self._honour(i, wanted):
+            is_view = self._bases[i] >= 0 and not self._computes[i]  # which is where its source is
+            if not is_view and self._honour(i, wanted):
                 self._set(i, wanted, Cause.USER)
         for i, computes in enumerate(self._computes):
             if not computes or buffers[self._roots[i]] is None:
@@ -453,10 +454,6 @@ class _Passes:
                 self._set(node, ids[base] if base >= 0 and ids[base] >= 0 else self._last, _VIEW)
                 if base >= 0 and ids[base] < 0:
                     self._set(base, ids[node], Cause.USED)
-        for node in self._requests:
-            base = bases[node]
-            if base >= 0 and ids[node] != ids[base] and not self._computes[node]:
-                self._set(node, ids[base], _VIEW)  # whatever was asked for
 
     def _first(self, node: int) -> int:
         for b in range(len(self.backends)):

@@ -255,8 +255,9 @@ class Scheduler(Freeable):
     def set_tensor_backend(self, node: Tensor, backend: Backend | None) -> None:
         """Request a backend for a node; `None` withdraws the request.
 
-        Requests stay valid for all later graphs with the node, also after `reset` and `reserve`. A view
-        is where its source is: request the source's backend.
+        Requests stay valid for all later graphs with the node, also after `reset` and `reserve`. A request
+        for a view has no effect: it is where its source is, so request the source's backend. What writes
+        into another tensor runs where that tensor is, if need be elsewhere than requested, with a warning.
 
         Raises:
             ArgumentError: The node is not a tensor, or the backend is not one of the scheduler's.
