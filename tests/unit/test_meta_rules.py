@@ -41,6 +41,7 @@ PROGRAMS: dict[str, Program] = {
     "sum": (Context.sum_rows, {"x": (8, 6)}),
     "norm": (lambda c, x: c.rms_norm(x, 1e-5), {"x": (8, 6)}),
     "add": (Context.add, {"x": (8, 6), "y": (8, 1)}),
+    "gated": (Context.swiglu_split, {"x": (8, 6, 4), "y": (8, 6, 4)}),
     "add repeated": (Context.add, {"x": (8, 6), "y": (4, 3)}),
     "step": (lambda c, x, g, p: c.opt_step_sgd(c.set_param(x), g, p), {"x": (8, 6), "g": (8, 6), "p": (2,)}),
 }
@@ -57,6 +58,10 @@ CASES: list[tuple[str, dict[str, int], tuple[int, int]]] = [
     ("mul_mat", {"w": 3}, (0, 0)),
     ("mul_mat", {"w": 3, "x": 3}, (0, 0)),
     ("mul_mat", {"w": 1, "x": 1}, (0, 1)),
+    ("gated", {"x": 0}, (0, 0)),
+    ("gated", {"x": 2}, (0, 0)),
+    ("gated", {"x": 1, "y": 1}, (0, 0)),
+    ("gated", {"x": 1}, (0, 1)),  # a slice of y would have gaps between planes, which GLU does not take
     ("mul_mat_id", {"w": 1}, (0, 0)),
     ("mul_mat_id", {"w": 0}, (1, 0)),
     ("mul_mat_id", {"w": 2}, (0, 1)),

@@ -123,7 +123,14 @@ def _unit(fn: str, op: GluOp | int | str) -> GluOp:
 def _shard_glu(node: Tensor, states: States) -> Outcome | None:
     """Shard two operands elementwise; the two halves of one operand as two segments."""
     if node.src[1] is not None:
-        return elementwise(node, states)
+        found = elementwise(node, states)
+        if found is None or not 0 < int(found.result.axis) < node.n_dims - 1:
+            return found
+        # The method takes no gaps between planes, which slices of whole operands and of views have.
+        own = [
+            s.layout.is_plain and state == found.result for s, state in zip(node.sources, states, strict=True)
+        ]
+        return found if all(own) else None
     if states[0].axis != 0:
         return per_row(node, states)
     segments = states[0].segments
