@@ -79,3 +79,12 @@ def test_a_plan_that_is_unchanged_sends_no_graph(cluster: Cluster) -> None:
     assert sent[0] > 2048 + 1000
     assert max(sent[2:]) < 2048 + 600
     assert min(sent[2:]) > 2048
+
+
+@pytest.mark.parametrize("n", [0, -1, 1 << 31])
+def test_numbers_of_threads_are_checked(cluster: Cluster, n: int) -> None:
+    with (
+        ggmlb.init_by_name("node1/CPU") as backend,
+        pytest.raises(ggmlb.ArgumentError, match="give 1 or more"),
+    ):
+        backend.device.reg.get_proc_address("set_n_threads")(backend, n)
