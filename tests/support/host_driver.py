@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.cuda.arguments import layout
 from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Facts, address_of
+from ggmlb.backends.cuda.program import layout
 from ggmlb.backends.cuda.stream import Stream
 from ggmlb.backends.gpu import Kernel, Launch
 from ggmlb.core.errors import BackendUnavailable

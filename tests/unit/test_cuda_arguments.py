@@ -9,8 +9,8 @@ from importlib import resources
 import pytest
 
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.cuda.arguments import FORMATS, argument_block, layout
 from ggmlb.backends.cuda.kernels import PACKAGE
+from ggmlb.backends.cuda.program import FORMATS, argument_block, layout
 from ggmlb.backends.gpu import Kernel, Launch, Param
 from ggmlb.backends.gpu.source import PORTABLE, kernels
 from ggmlb.core.dtypes import DType

@@ -15,9 +15,8 @@ from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import CopyKind, cuda_errors, guard
 from ggmlb.backends.cuda.graphs import IdleGraphs
 from ggmlb.backends.cuda.lowering import can_fuse
-from ggmlb.backends.cuda.memory import DeferredRelease
 from ggmlb.backends.cuda.plan import CudaPlan
-from ggmlb.backends.cuda.stream import CudaEvent
+from ggmlb.backends.cuda.stream import CudaEvent, DeferredRelease
 from ggmlb.backends.cuda.work import Arena, allocate
 from ggmlb.backends.gpu.bad_index import SLOT, BadIndices
 from ggmlb.core.errors import BackendError

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.backends.cuda.driver import CopyKind, address_of, cuda_errors
-from ggmlb.backends.cuda.memory import BorrowedMemory
+from ggmlb.backends.cuda.stream import BorrowedMemory
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType

@@ -13,8 +13,7 @@ from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer, CudaBufferType
 from ggmlb.backends.cuda.driver import cuda_errors, guard
 from ggmlb.backends.cuda.lowering import declines
-from ggmlb.backends.cuda.memory import DeviceMemory
-from ggmlb.backends.cuda.stream import CudaEvent, Stream
+from ggmlb.backends.cuda.stream import CudaEvent, DeviceMemory, Stream
 from ggmlb.backends.gpu import Target
 from ggmlb.core.enums import DeviceType, Op
 from ggmlb.core.errors import BackendError, BackendUnavailable, readable_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.cuda.arguments import argument_block
 from ggmlb.backends.cuda.buffer import CudaBuffer
+from ggmlb.backends.cuda.program import argument_block
 from ggmlb.backends.gpu import BadIndex, Launch, Scratch, place
 from ggmlb.backends.gpu.bad_index import PlanSlots
 from ggmlb.core.errors import BackendError
@@ -145,3 +145,36 @@ def _mems(request: Request) -> list[Mem | int | float]:
     if isinstance(request, Launch):
         return list(request.args)
     return [] if callable(request) else list(request.mems)
+
+
+def place(steps: Sequence[Iterable[Mem | int | float]]) -> tuple[int, dict[Scratch, int]]:
+    """Return the total size of scratch [bytes], and each piece's offset; disjoint lifetimes share memory.
+
+    Args:
+        steps: The arguments of each step, in order of execution.
+    """
+    first: dict[Scratch, int] = {}
+    last: dict[Scratch, int] = {}
+    for now, args in enumerate(steps):
+        for arg in args:
+            buffer = getattr(arg, "buffer", None)
+            if isinstance(buffer, Scratch):
+                first.setdefault(buffer, now)
+                last[buffer] = now
+    offsets: dict[Scratch, int] = {}
+    total = 0
+    for piece in sorted(first, key=lambda s: -s.nbytes):
+        size = -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+        taken = sorted(
+            (offset, offset + other.nbytes)
+            for other, offset in offsets.items()
+            if first[other] <= last[piece] and first[piece] <= last[other]
+        )
+        at = 0
+        for start, end in taken:
+            if at + size <= start:
+                break
+            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+        offsets[piece] = at
+        total = max(total, at + size)
+    return total, offsets

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.cuda.arguments import argument_block
-from ggmlb.backends.cuda.program import OPTIONS, text
+from ggmlb.backends.cuda.program import OPTIONS, argument_block, text
 from ggmlb.backends.gpu import BadIndex, Defines, Kernel, Launch, Scratch
 from ggmlb.backends.gpu.bad_index import SLOT
 from scripts.nvrtc import Nvrtc
