@@ -11,7 +11,7 @@ import pytest
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.backend import CudaBackend
-from ggmlb.backends.cuda.graphs import MAX_IDLE
+from ggmlb.backends.cuda.plan import MAX_IDLE
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import tensor_alloc

@@ -13,9 +13,8 @@ from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, queue_copy
 from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import CopyKind, cuda_errors, guard
-from ggmlb.backends.cuda.graphs import IdleGraphs
 from ggmlb.backends.cuda.lowering import can_fuse
-from ggmlb.backends.cuda.plan import CudaPlan
+from ggmlb.backends.cuda.plan import CudaPlan, IdleGraphs
 from ggmlb.backends.cuda.stream import CudaEvent, DeferredRelease
 from ggmlb.backends.cuda.work import Arena, allocate
 from ggmlb.backends.gpu.bad_index import SLOT, BadIndices
@@ -130,40 +129,44 @@ class CudaBackend(Backend):
         if not self._copy("set_tensor_async", CopyKind.TO_DEVICE, tensor, data, offset):
             super()._set_tensor_async(tensor, data, offset)
 
+    def _set_tensor_2d_async(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
+        if not self._copy("set_tensor_2d_async", CopyKind.TO_DEVICE, tensor, data, 0, pieces):
+            super()._set_tensor_2d_async(tensor, data, pieces)
+
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         if not self._copy("get_tensor_async", CopyKind.TO_HOST, tensor, out, offset):
             super()._get_tensor_async(tensor, out, offset)
 
-    def _set_tensor_2d_async(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
-        if not can_pitch(pieces) or not self._copy(
-            "set_tensor_2d_async", CopyKind.TO_DEVICE, tensor, data, pieces
-        ):
-            super()._set_tensor_2d_async(tensor, data, pieces)
-
     def _get_tensor_2d_async(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
-        if not can_pitch(pieces) or not self._copy(
-            "get_tensor_2d_async", CopyKind.TO_HOST, tensor, out, pieces
-        ):
+        if not self._copy("get_tensor_2d_async", CopyKind.TO_HOST, tensor, out, 0, pieces):
             super()._get_tensor_2d_async(tensor, out, pieces)
 
-    def _copy(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, at: int | Pieces) -> bool:
-        """Copy between host memory and a tensor; return whether the tensor is on this device.
+    def _copy(
+        self,
+        call: str,
+        kind: CopyKind,
+        tensor: Tensor,
+        host: Bytes,
+        offset: int,
+        pieces: Pieces | None = None,
+    ) -> bool:
+        """Copy between host memory and a tensor; return whether the device can.
 
         Where CUDA would wait for the device, the copy is made on the stream of blocking transfers, so that
         other threads may use this stream meanwhile.
         """
-        buffer = self._own(tensor)
-        if buffer is None:
+        buffer, at = self._own(tensor), tensor.offset + offset
+        if buffer is None or (pieces is not None and not can_pitch(pieces)):
             return False
-        with self._transfer(f"{call} on {tensor.describe()}"), self.device.on():
+        what = f"{call} on {tensor.describe()}"
+        with self._transfer(what), self.device.on(), self._timed(tensor):
             is_staged = kind is CopyKind.TO_DEVICE and host.size <= STAGED_NBYTES
-            if is_staged or self._driver.is_pinned(host):
-                with self._timed(tensor), self.stream.lock:
-                    buffer.queue(kind, tensor, host, at, self.stream.handle)
-                    self._hold(buffer, host)
-            else:
-                with self._timed(tensor):
-                    buffer.copy(call, kind, tensor, host, at)
+            if not is_staged and not self._driver.is_pinned(host):
+                buffer.copy(what, kind, at, host, pieces)
+                return True
+            with self.stream.lock:
+                buffer.queue(kind, at, host, self.stream.handle, pieces)
+                self._hold(buffer, host)
         return True
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
@@ -268,7 +271,8 @@ class CudaBackend(Backend):
     def read_slots(self, block: SlotBlock, words: Words) -> None:
         """As `SlotStream.read_slots`, but waits: CUDA would for such memory, under the stream's lock."""
         self._finish()
-        cast("CudaBuffer", block.buffer).read(words)
+        what = f"read the index records of {self.name}"
+        cast("CudaBuffer", block.buffer).copy(what, CopyKind.TO_HOST, 0, words)
 
     def clear_slot(self, slot: Slot) -> None:
         """As `SlotStream.clear_slot`."""

@@ -100,64 +100,43 @@ class CudaBuffer(Buffer):
     ) -> Any:
         return self.device.driver.view(self.base, shape, dtype, tensor.offset, strides)
 
-    def write(self, data: npt.NDArray[Any]) -> None:
-        """Write an array at offset 0, and wait for it."""
-        self._copy_first(CopyKind.TO_DEVICE, self.address, data.ctypes.data, data.nbytes)
-
-    def read(self, out: npt.NDArray[Any]) -> None:
-        """Read the first bytes into an array, and wait for them."""
-        self._copy_first(CopyKind.TO_HOST, out.ctypes.data, self.address, out.nbytes)
-
-    def _copy_first(self, kind: CopyKind, dst: int, src: int, nbytes: int) -> None:
-        driver = self.device.driver
-        self._transfer(
-            f"copy {nbytes:,} bytes of {self.name}",
-            lambda stream: driver.copy(dst, src, nbytes, kind, stream),
-        )
-
-    def copy_peer(self, source: CudaBuffer) -> None:
-        """Copy another card's buffer of the same size, and wait for it."""
-        driver, there, here = self.device.driver, self.device.index, source.device.index
-        self._transfer(
-            f"copy {source.size:,} bytes of {source.name} to {self.name}",
-            lambda stream: driver.copy_peer(self.address, there, source.address, here, source.size, stream),
-            source,
-        )
-
-    def queue(self, kind: CopyKind, tensor: Tensor, host: Bytes, at: int | Pieces, stream: int) -> None:
-        """Queue a copy between host memory and a tensor, from an offset on or in pieces."""
-        driver, there, here = self.device.driver, self.address + tensor.offset, address_of(host)
-        is_write = kind is CopyKind.TO_DEVICE
-        if isinstance(at, int):
-            dst, src = (there + at, here) if is_write else (here, there + at)
-            driver.copy(dst, src, host.size, kind, stream)
+    def queue(
+        self, kind: CopyKind, at: int, host: npt.NDArray[Any], stream: int, pieces: Pieces | None
+    ) -> None:
+        """Queue a copy between an offset in the buffer and host memory, of all of that or of pieces."""
+        driver, is_write = self.device.driver, kind is CopyKind.TO_DEVICE
+        there, here = self.address + at, address_of(host)
+        if pieces is None:
+            driver.copy(*((there, here) if is_write else (here, there)), host.nbytes, kind, stream)
             return
-        offset, size, n, *pitches = at
+        offset, size, n, *pitches = pieces
         ends = [(there + offset, pitches[0]), (here, pitches[1])]
         to, start = ends if is_write else ends[::-1]
         driver.copy_2d(*to, *start, size, n, kind, stream)
 
-    def copy(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, at: int | Pieces) -> None:
+    def copy(
+        self, call: str, kind: CopyKind, at: int, host: npt.NDArray[Any], pieces: Pieces | None = None
+    ) -> None:
         """As `queue`, after the work that uses the buffer, and wait for it."""
-        self._transfer(
-            f"{call} on {tensor.describe()}", lambda stream: self.queue(kind, tensor, host, at, stream)
-        )
+        self._transfer(call, lambda stream: self.queue(kind, at, host, stream, pieces))
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        self.copy("set_tensor", CopyKind.TO_DEVICE, tensor, data, offset)
-
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        self.copy("get_tensor", CopyKind.TO_HOST, tensor, out, offset)
+        self.copy(f"set_tensor on {tensor.describe()}", CopyKind.TO_DEVICE, tensor.offset + offset, data)
 
     def _set_tensor_2d(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
         if can_pitch(pieces):
-            self.copy("set_tensor_2d", CopyKind.TO_DEVICE, tensor, data, pieces)
+            what = f"set_tensor_2d on {tensor.describe()}"
+            self.copy(what, CopyKind.TO_DEVICE, tensor.offset, data, pieces)
         else:
             super()._set_tensor_2d(tensor, data, pieces)
 
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        self.copy(f"get_tensor on {tensor.describe()}", CopyKind.TO_HOST, tensor.offset + offset, out)
+
     def _get_tensor_2d(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
         if can_pitch(pieces):
-            self.copy("get_tensor_2d", CopyKind.TO_HOST, tensor, out, pieces)
+            what = f"get_tensor_2d on {tensor.describe()}"
+            self.copy(what, CopyKind.TO_HOST, tensor.offset, out, pieces)
         else:
             super()._get_tensor_2d(tensor, out, pieces)
 
@@ -244,17 +223,18 @@ class PeerAccess:
 def _arrives(source: CudaDevice, target: CudaDevice) -> bool:
     """Whether a direct copy of a pattern arrives unchanged."""
     pattern = np.random.default_rng(0).integers(1, 256, PATTERN_NBYTES, np.uint8)
-    out = np.zeros_like(pattern)
+    out, driver = np.zeros_like(pattern), source.driver
     with (
         source.buffer_type.alloc_buffer(out.nbytes) as src,
         target.buffer_type.alloc_buffer(out.nbytes) as dst,
     ):
         assert isinstance(src, CudaBuffer)
         assert isinstance(dst, CudaBuffer)
-        src.write(pattern)
-        dst.write(out)
-        dst.copy_peer(src)
-        dst.read(out)
+        src.copy("write a pattern", CopyKind.TO_DEVICE, 0, pattern)
+        dst.copy("write no pattern", CopyKind.TO_DEVICE, 0, out)
+        ends = dst.address, target.index, src.address, source.index
+        dst._transfer("copy a pattern", lambda stream: driver.copy_peer(*ends, out.nbytes, stream), src)
+        dst.copy("read a pattern", CopyKind.TO_HOST, 0, out)
     return np.array_equal(out, pattern)
 
 

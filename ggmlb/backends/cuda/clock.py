@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 N_LOOKS = 5
 """Number of clock comparisons, of which the fastest is used."""
 
-
 SPAN_NS = 1_000_000_000
 """Longest measured interval [ns], in which a float32 of milliseconds resolves 60 ns."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -65,15 +66,11 @@ def library() -> Any:
     Raises:
         BackendUnavailable: It is not installed.
     """
-    try:
+    names = ["libcublas.so.13", "libcublas.so.12", "libcublas.so"]
+    with suppress(ImportError, RuntimeError):
         from cuda.pathfinder import load_nvidia_dynamic_lib
-    except ImportError:
-        names = ["libcublas.so.13", "libcublas.so.12", "libcublas.so"]
-    else:
-        try:
-            names = [str(load_nvidia_dynamic_lib("cublas").abs_path)]
-        except RuntimeError:
-            names = ["libcublas.so.13", "libcublas.so.12", "libcublas.so"]
+
+        names = [str(load_nvidia_dynamic_lib("cublas").abs_path)]
     for name in names:
         try:
             return declare(ctypes.CDLL(name))
@@ -125,10 +122,7 @@ class CuBlas:
             self._handle = ctypes.c_void_p()
 
     def bind(
-        self,
-        gemm: Gemm,
-        address: Callable[[Mem], int],
-        upload: Callable[[npt.NDArray[np.uint64]], int],
+        self, gemm: Gemm, address: Callable[[Mem], int], upload: Callable[[npt.NDArray[np.uint64]], int]
     ) -> Callable[[int], None]:
         """Return the call that queues a product on a stream, with all arguments bound.
 

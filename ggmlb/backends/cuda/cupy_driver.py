@@ -46,15 +46,13 @@ OLDEST = 75
 
 
 class CupyDriver:
-    """CUDA through CuPy: `Driver` says what the calls do."""
+    """CUDA through CuPy: `Driver` says what the calls do, in this order."""
 
     errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
 
     def __init__(self) -> None:
         self._functions: dict[Hashable, Any] = {}
         self._contexts: dict[int, int] = {}
-
-    # -- devices -------------------------------------------------------------------------------
 
     def device_count(self) -> int:
         return int(rt.getDeviceCount())
@@ -99,8 +97,6 @@ class CupyDriver:
     def is_out_of_memory(self, error: Exception) -> bool:
         """By the status, equal in runtime and driver; an error without status is of CuPy's memory pool."""
         return getattr(error, "status", OUT_OF_MEMORY) == OUT_OF_MEMORY
-
-    # -- memory --------------------------------------------------------------------------------
 
     def malloc(self, nbytes: int) -> int:
         """By cudaMalloc: one allocation for each buffer needs no pool."""
@@ -153,8 +149,6 @@ class CupyDriver:
         with self._any():
             rt.hostUnregister(address_of(array))
 
-    # -- streams and events --------------------------------------------------------------------
-
     def stream_new(self) -> int:
         return int(rt.streamCreateWithFlags(rt.streamNonBlocking))
 
@@ -189,8 +183,6 @@ class CupyDriver:
 
     def event_elapsed(self, start: int, end: int) -> float:
         return float(rt.eventElapsedTime(start, end)) * 1e-3
-
-    # -- copies --------------------------------------------------------------------------------
 
     def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
         rt.memcpyAsync(dst, src, nbytes, kind, stream)
@@ -230,8 +222,6 @@ class CupyDriver:
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         rt.memsetAsync(address, value, nbytes, stream)
-
-    # -- work ----------------------------------------------------------------------------------
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         """Compile by NVRTC through CuPy's cache; pass the argument block unchanged."""
@@ -300,8 +290,6 @@ class CupyDriver:
             warnings.simplefilter("ignore")  # CuPy warns where there is no NCCL
             from cupy.cuda import nccl
         return _Nccl(nccl, devices) if nccl.available else None
-
-    # -- graphs --------------------------------------------------------------------------------
 
     def capture_begin(self, stream: int) -> None:
         """In relaxed mode, so that other threads may allocate."""

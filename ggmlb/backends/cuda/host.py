@@ -18,6 +18,7 @@ from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.backends.cuda.driver import Driver
 
 
 def pins_memory() -> bool:
@@ -37,7 +38,7 @@ class CudaHostBufferType(HostBufferType):
     def __init__(self, device: CudaDevice) -> None:
         # Aligned like the device's memory, so that tensors have equal offsets in both.
         super().__init__(device, "CUDA_Host", ALIGNMENT)
-        self.registrations = Registrations(device)
+        self.registrations = Registrations(device.driver)
 
     def _alloc_buffer(self, nbytes: int) -> CudaHostBuffer:
         driver = self.device.driver
@@ -93,8 +94,8 @@ class Registrations:
         pages: The locked ranges.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._lock = Lock()
         self._dropped: deque[Pages] = deque()
         self._added: dict[int, list[Pages]] = {}
@@ -132,7 +133,7 @@ class Registrations:
 
     def _take(self, array: Bytes) -> Pages | None:
         """Return the locked range of an array, with one more user; `None` if it cannot be locked."""
-        driver, new = self._device.driver, Pages(array)
+        new = Pages(array)
         try:
             with self._lock:
                 for pages in self.pages:
@@ -142,8 +143,8 @@ class Registrations:
                     if new.start < pages.stop and pages.start < new.stop:
                         return None
                 try:
-                    driver.register(array)
-                except driver.errors:
+                    self._driver.register(array)
+                except self._driver.errors:
                     return None
                 self.pages.append(new)
                 return new
@@ -157,7 +158,6 @@ class Registrations:
 
     def _unlock_dropped(self) -> None:
         """Unlock unused ranges, unless another thread is doing so."""
-        driver = self._device.driver
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 while self._dropped:
@@ -165,7 +165,7 @@ class Registrations:
                     pages.n_users -= 1
                     if not pages.n_users:
                         self.pages.remove(pages)
-                        with cuda_errors(driver, "unlock a caller's memory"):
-                            driver.unregister(pages.array)
+                        with cuda_errors(self._driver, "unlock a caller's memory"):
+                            self._driver.unregister(pages.array)
             finally:
                 self._lock.release()

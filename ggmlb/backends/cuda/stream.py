@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.cublas import CuBlas
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.driver import Driver
-    from ggmlb.backends.cuda.graphs import IdleGraphs
+    from ggmlb.backends.cuda.plan import IdleGraphs
 
 
 class Stream:

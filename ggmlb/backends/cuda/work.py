@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.buffer import CudaBuffer
+from ggmlb.backends.cuda.driver import CopyKind
 from ggmlb.backends.cuda.program import argument_block
 from ggmlb.backends.gpu import BadIndex, Launch, Scratch, place
 from ggmlb.backends.gpu.bad_index import PlanSlots
@@ -137,7 +138,7 @@ class Binder:
     def _upload(self, table: npt.NDArray[np.uint64]) -> int:
         """Copy a table to device memory owned by the plan."""
         buffer = self.use(allocate(self._backend, table.nbytes))
-        buffer.write(table)
+        buffer.copy("write a table of addresses", CopyKind.TO_DEVICE, 0, table)
         return buffer.address
 
 
@@ -145,36 +146,3 @@ def _mems(request: Request) -> list[Mem | int | float]:
     if isinstance(request, Launch):
         return list(request.args)
     return [] if callable(request) else list(request.mems)
-
-
-def place(steps: Sequence[Iterable[Mem | int | float]]) -> tuple[int, dict[Scratch, int]]:
-    """Return the total size of scratch [bytes], and each piece's offset; disjoint lifetimes share memory.
-
-    Args:
-        steps: The arguments of each step, in order of execution.
-    """
-    first: dict[Scratch, int] = {}
-    last: dict[Scratch, int] = {}
-    for now, args in enumerate(steps):
-        for arg in args:
-            buffer = getattr(arg, "buffer", None)
-            if isinstance(buffer, Scratch):
-                first.setdefault(buffer, now)
-                last[buffer] = now
-    offsets: dict[Scratch, int] = {}
-    total = 0
-    for piece in sorted(first, key=lambda s: -s.nbytes):
-        size = -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
-        taken = sorted(
-            (offset, offset + other.nbytes)
-            for other, offset in offsets.items()
-            if first[other] <= last[piece] and first[piece] <= last[other]
-        )
-        at = 0
-        for start, end in taken:
-            if at + size <= start:
-                break
-            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
-        offsets[piece] = at
-        total = max(total, at + size)
-    return total, offsets
