@@ -13,9 +13,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ggmlb.core.errors import ArgumentError, ModelError
-from ggmlb.models.gguf import ChatTemplate
-from ggmlb.models.gguf.chat import MAX_SOURCE
-from ggmlb.models.gguf.template_sandbox import MAX_SIZE
+from ggmlb.models.gguf import ChatTemplate, chat
+from tests.support.processes import python
 
 MESSAGES = [
     {"role": "system", "content": "Be kind."},
@@ -41,14 +40,14 @@ HONEST = {
     "{% for m in messages %}{{ say(m, end='!') }}{{ say(m) }}{% endfor %}",
     "namespace": "{% set ns = namespace(last=-1, texts=[]) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% set ns.texts = ns.texts + [m.content] %}{% endif %}{% endfor %}"
-    "{{ ns.last }}{{ ns.texts }}{{ ns.texts|join('|') }}",
+    "{{ ns.last }}{{ ns.texts }}{{ ns.texts|join('|') }}{% set ns.ns = ns %}{{ ns|upper }}",
     "filters": "{{ messages|map(attribute='role')|list }}"
     "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
     "{{ messages[1:]|tojson }}{{ messages[0]|tojson(indent=2) }}{{ 'a b'|title|replace('A', 'x')|indent(4) }}"
     "{{ messages[0]|dictsort }}{{ messages[0]|items|list }}{{ 3.14159|round(2) }}{{ [3, 1, 2]|sort|sum }}",
     "methods": "{{ 'a,b'.split(',') }}{{ ' x '.strip() }}{{ messages[0].get('no', 'none') }}{{ 'ab'[::-1] }}"
     "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{{ '<{}>'.format('x') }}"
-    "{{ 'a'.startswith('a') }}",
+    "{{ 'a'.startswith('a') }}{{ 'a'.encode() }}",
     "tests": "{{ tools is none }}{{ nosuch is defined }}{{ messages is iterable }}{{ messages is mapping }}"
     "{{ 'ell' in 'hello' }}{{ 7 is odd }}{{ 2 ** 10 }}{{ 7 // 2 * 3 % 5 - 1 }}{{ '-' * 10 }}{{ [0] * 3 }}",
     "blocks": "{% set text %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ text|length }}"
@@ -179,7 +178,6 @@ HOSTILE = {
     "file": "{% include '/etc/passwd' %}",
     "module": "{% import 'os' as os %}",
     "parent": "{% extends 'x' %}",
-    "method": "{{ 'a'.encode() }}",
     # loops and calls without end
     "range": "{% for i in range(10 ** 12) %}x{% endfor %}",
     "long range": "{% for i in range(200000) %}x{% endfor %}",
@@ -199,7 +197,7 @@ HOSTILE = {
     "text in a test": "{% if 'a' * 10000000000 %}{% endif %}",
     "list": "{% set x = [1] * 10000000000 %}",
     "list of lists": "{{ [[1] * 100000] * 100000 }}",
-    "power": "{{ 9 ** 9 ** 9 ** 9 }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
     "powers": "{{ (256 ** 256) ** (256 ** 256) }}",
     "product": grown("ns.x * ns.x", "7"),
     "sum": grown("ns.x + ns.x"),
@@ -211,7 +209,6 @@ HOSTILE = {
     "namespaces": grown("namespace(a=ns.x, b=ns.x)"),
     "namespace that grows": "{% set a = namespace(x=1) %}{% set b = namespace(p=[a] * 1000) %}"
     "{% set a.x = 'x' * 1000000 %}{{ b|string|length }}",
-    "namespace in itself": "{% set a = namespace() %}{% set a.a = a %}{{ a|upper }}",
     "join": "{{ range(99999)|join('x' * 1000000) }}",
     "str.join": "{{ ('x' * 1000000).join(['a'] * 100000) }}",
     "replace": "{{ ('a' * 1000000)|replace('a', 'b' * 1000000) }}",
@@ -225,9 +222,9 @@ HOSTILE = {
     "width of format": "{{ '{0:>1000000000}'.format(1) }}",
     "many fields": "{{ ('{0}' * 100000).format('x' * 100000) }}",
     "json": "{{ [1, [2]]|tojson(indent=1000000000) }}",
-    "round": "{{ 1.5|round(1000000000) }}",
-    "sum of lists": "{{ ([[1]] * 100000)|sum(start=[]) }}",
-    "map": "{{ (['x' * 1000] * 100000)|map('upper')|list|length }}",
+    "round": "{{ 1.5|round(1000000000, 'ceil') }}",
+    "sum of lists": "{{ ([[1]] * 1000000)|sum(start=[]) }}",
+    "map": "{{ (['x' * 100000] * 100000)|map('upper')|list|length }}",
     "written": "{% for i in range(99999) %}" + "y" * 50000 + "{% endfor %}",
     "set": "{% set x %}{% for i in range(99999) %}" + "y" * 50000 + "{% endfor %}{% endset %}",
     "variables": "".join("{%% set a%d = ('x' * 3000000)|upper %%}" % i for i in range(1200)),  # noqa: UP031
@@ -238,7 +235,7 @@ HOSTILE = {
     "brackets": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
     "terms": "{{ 1" + "+1" * 30000 + " }}",
     "ifs": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
-    "length": " " * (MAX_SOURCE + 1),
+    "length": " " * (chat.MAX_SOURCE + 1),
     "syntax": "{% if %}",
     "filter": "{{ 1|nosuch }}",
     "type": "{{ 1 + 'a' }}",
@@ -249,20 +246,69 @@ HOSTILE = {
 }
 
 
+ENDLESS = {
+    "loops", "deep loops", "branching macro", "wide recursive loop", "comparisons", "power", "powers",
+    "product", "list of lists", "shared tuples", "round", "sum of lists", "lipsum",
+}  # fmt: skip
+"""Those that the limit of time ends."""
+
+LARGE = {
+    "text", "text in a test", "list", "concatenation", "sum", "namespace that grows", "join",
+    "str.join", "replace", "replace nothing", "str.replace", "indent", "center", "str.center", "tabs", "%",
+    "width of format", "many fields", "json", "map", "set", "variables", "parts",
+}  # fmt: skip
+"""Those that the limit of memory ends."""
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_ends_in_an_error(name: str) -> None:
+def test_a_hostile_template_ends_in_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_TIME_S", 1.0 if name in ENDLESS else 60.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ModelError, match=r"^the chat template (fails|is no Jinja|has)"):
+    with pytest.raises(ModelError, match=r"^the chat template (fails|is no Jinja|has)") as raised:
         ChatTemplate(HOSTILE[name]).render(MESSAGES)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # [KiB]
+    assert str(raised.value).endswith("it takes more than 1 s") == (name in ENDLESS)
+    assert name not in LARGE or str(raised.value).endswith("or needs too much memory")
+    assert ChatTemplate("{{ bos_token }}", "<s>").render([]) == "<s>"
 
 
 def test_a_long_conversation_fits() -> None:
     messages = [{"role": "user", "content": "word " * 200}] * 2000
     text = ChatTemplate(CHATML).render(messages)
-    assert 2_000_000 < len(text) < MAX_SIZE
+    assert 2_000_000 < len(text) < 4_194_304
     with pytest.raises(ModelError, match="more than 4,194,304 characters"):
         ChatTemplate(CHATML).render(messages * 3)
+
+
+@pytest.mark.parametrize("value", [object(), float, {1, 2}])
+def test_variables_must_be_values_of_json(value: object) -> None:
+    with pytest.raises(ModelError, match="variables must be values of JSON"):
+        ChatTemplate("{{ x }}").render([], x=value)
+
+
+def test_the_process_survives_a_fork_a_kill_and_threads() -> None:
+    done = python("-W", "ignore", "-c", PROCESSES)
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+PROCESSES = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from ggmlb.models.gguf import ChatTemplate, chat
+template = ChatTemplate("{{ bos_token }}{{ n }}", "<s>")
+def render(n):
+    return template.render([], n=n)
+assert render(0) == "<s>0"
+if not (child := os.fork()):
+    os._exit(0 if render(1) == "<s>1" else 1)
+assert render(2) == "<s>2" and os.waitpid(child, 0)[1] == 0
+chat._sandbox._process.kill()
+chat._sandbox._process.wait()
+assert render(3) == "<s>3"
+with ThreadPoolExecutor(8) as pool:
+    assert list(pool.map(render, range(200))) == [f"<s>{n}" for n in range(200)]
+print("done")
+"""
 
 
 def test_without_jinja2_the_error_names_the_extra() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 from ggmlb.core.errors import ArgumentError, ModelError, kind_of, shown
@@ -16,11 +23,14 @@ NEEDLE: Final = "needle"
 MAX_SOURCE: Final = 1 << 16
 """Longest template [characters]; the longest known has 17,000."""
 
+MAX_TIME_S = 5.0
+"""Longest rendering [s]."""
+
 
 class ChatTemplate:
     """A chat template, as model files and Hugging Face's `tokenizer_config.json` have them.
 
-    It is run in a sandbox, with bounds on time and memory (`template_sandbox`).
+    It is run in Jinja's sandbox, in a process with limits of time and memory (`template_sandbox`).
 
     Args:
         source: The template in Jinja.
@@ -39,17 +49,11 @@ class ChatTemplate:
             raise ModelError(
                 f"the chat template has {len(source):,} characters; at most {MAX_SOURCE:,} are allowed"
             )
-        try:
-            from ggmlb.models.gguf.template_sandbox import Program, Refusal
-        except ImportError:
-            raise ModelError("chat templates need jinja2: pip install 'ggmlb[models]'") from None
+        if find_spec("jinja2") is None:
+            raise ModelError("chat templates need jinja2: pip install 'ggmlb[models]'")
         self.source = source
         self._tokens = {"bos_token": bos, "eos_token": eos}
-        self._refusal = Refusal
-        try:
-            self._program = Program(source)
-        except (Exception, RecursionError) as error:
-            raise _failure("the chat template is no Jinja template", error) from None
+        self._run(None)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -62,14 +66,14 @@ class ChatTemplate:
                 tool calls, are given to the template in the form that it takes: texts of parts are joined by
                 line breaks, arguments that are JSON are decoded.
             add_generation_prompt: Whether the text ends with the beginning of the assistant's answer.
-            **variables: What else the template asks for, such as `enable_thinking`.
+            **variables: What else the template asks for, such as `enable_thinking`; values of JSON.
 
         Raises:
             ArgumentError: A message's content is something else.
             ModelError: The template refuses the messages, fails, or takes too much time or memory.
         """
         normalised = [self._normalised(i, message) for i, message in enumerate(messages)]
-        return self._run(normalised, add_generation_prompt, variables)
+        return self._rendered(normalised, add_generation_prompt, variables)
 
     def _normalised(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message in the form that the template takes."""
@@ -131,11 +135,11 @@ class ChatTemplate:
     def _tried(self, *messages: dict[str, Any]) -> str:
         """Return the text of messages; empty where the template fails."""
         try:
-            return self._run(messages, True, {})
+            return self._rendered(messages, True, {})
         except ModelError:
             return ""
 
-    def _run(
+    def _rendered(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
         known = {
@@ -146,22 +150,92 @@ class ChatTemplate:
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
+        return self._run(known)
+
+    def _run(self, variables: Mapping[str, Any] | None) -> str:
+        """Render the template; without variables, only compile it."""
+        request = {"source": self.source, "variables": variables, "max_time_s": MAX_TIME_S}
         try:
-            return self._program.run(known)
-        except self._refusal as error:
-            raise ModelError(f"the chat template refuses the messages: {shown(str(error))[:500]}") from None
-        except (Exception, RecursionError) as error:
-            raise _failure("the chat template fails", error) from None
+            line = json.dumps(request, default=dict) + "\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ModelError(f"the chat template's variables must be values of JSON: {error}") from None
+        answer = _sandbox.ask(line)
+        if "text" in answer:
+            return str(answer["text"])
+        where = f" in line {answer['line']}" if answer.get("line") else ""
+        raise ModelError(f"{answer['failure']}{where}: {shown(answer['why'])}")
 
 
 def _is_text(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _failure(what: str, error: Exception) -> ModelError:
-    line = getattr(error, "lineno", None)
-    where = f" in line {line}" if line else ""
-    why = shown(str(error))[:500] or type(error).__name__
-    if isinstance(error, RecursionError | MemoryError):
-        why = "it is nested too deeply, or too large"
-    return ModelError(f"{what}{where}: {why}")
+class _Sandbox:
+    """The process that renders templates, started with the first and again when one has ended it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._parents: subprocess.Popen[str] | None = None
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self.close)
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Return the answer to a request.
+
+        Raises:
+            ModelError: The process cannot be started.
+        """
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self.close()
+            process = self._process = self._process or _started()
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            answer = ""
+            try:
+                with suppress(OSError):  # it has ended
+                    process.stdin.write(request)
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+                if answer.endswith("\n"):
+                    found: dict[str, Any] = json.loads(answer)
+                    return found
+                said = process.stderr.read()
+                status = process.wait()
+            except BaseException:  # as Ctrl-C; the next request would get this answer
+                self.close()
+                raise
+            self.close()
+        why = f"its process ended with status {status}: {said.strip().rpartition(chr(10))[2]}"
+        if said.startswith("Timeout"):
+            why = f"it takes more than {MAX_TIME_S:g} s"
+        return {"failure": "the chat template fails", "why": why}
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with suppress(OSError), process:  # unsent bytes
+                pass
+
+    def _forget(self) -> None:
+        """Leave the process to the parent that has started it."""
+        self._lock = Lock()
+        self._parents, self._process = self._process, None
+
+
+def _started() -> subprocess.Popen[str]:
+    script = str(Path(__file__).with_name("template_sandbox.py"))
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-W", "ignore", script, *filter(None, sys.path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise ModelError(f"chat templates need a Python process, which cannot be started: {error}") from None
+
+
+_sandbox: Final = _Sandbox()
