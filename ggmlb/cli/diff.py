@@ -1,4 +1,4 @@
-"""`ggmlb diff`: the first node at which two devices differ, in a program or a language model."""
+"""`ggmlb diff`: the first node at which two devices differ, in programs or a language model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,26 +16,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from ggmlb.cli import diff_models, plain
+from ggmlb.cli import plain
 from ggmlb.cli.frame import Column, Row, console, print_table
 from ggmlb.cli.model_options import ModelFileOption, model_file
 from ggmlb.cli.options import JsonOption, complete_devices, device_names
-from ggmlb.core.errors import ArgumentError, Error
+from ggmlb.cli.passages import PASSAGES
+from ggmlb.core.errors import ArgumentError, Error, shown
+from ggmlb.inspect.compare import Difference, differences, first_above
 from ggmlb.testing.names import device_names as split_names
 
 if TYPE_CHECKING:
     from ggmlb.core.graph import Graph
     from ggmlb.core.tensor import Tensor
-    from ggmlb.inspect.compare import Difference
     from ggmlb.interface import Backend
+    from ggmlb.models.text.compare import Differences, NodeDifference
     from ggmlb.testing.programs import Case
 
 LIMIT = 1e-5
 """NMSE above which a node differs, far above rounding errors; a golden program may allow more."""
 
+N_PASSAGES = 2
+"""Passages that a model computes where no prompt is given."""
+
+ERRORS = (Column("NMSE", right=True), Column("Max error", right=True, drop=1))
+
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class DiffProgram:
     """A program to compare.
 
     Attributes:
@@ -51,7 +59,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DiffResult:
     """The result of a program: its nodes, or why it was not computed."""
 
     program: str
@@ -62,7 +70,7 @@ class Comparison:
     @property
     def first(self) -> Difference | None:
         """The first node that differs."""
-        return next((d for d in self.nodes if not d.nmse <= self.limit), None)
+        return first_above(self.nodes, self.limit)
 
 
 def diff(
@@ -115,8 +123,6 @@ def diff(
       ggmlb diff -d CPU,OpenCL0 model.py:build
       ggmlb diff -d CPU,OpenCL0 tests/golden/programs -p rope
     """
-    import ggmlb
-
     names = split_names(devices)
     if len(names) != 2:
         raise ArgumentError(f"--devices {devices}: give two devices, as CPU,OpenCL0")
@@ -127,52 +133,56 @@ def diff(
     programs = [] if is_model else list(_programs(program, pattern))  # which may register a device
     device_names(devices)
     if is_model:
-        if diff_models.diff(Path(program), names, prompt, max_tokens, nmse, as_json):
-            raise typer.Exit(1)
-        return
+        parted = _diff_model(Path(program), names, prompt, max_tokens, nmse, as_json)
+    else:
+        parted = _diff_programs(programs, names, nmse, as_json)
+    if parted:
+        raise typer.Exit(1)
+
+
+def _diff_programs(programs: list[DiffProgram], names: list[str], nmse: float | None, as_json: bool) -> bool:
+    """Print where two devices part in programs; return whether they do."""
+    import ggmlb
+
     with ggmlb.init_by_name(names[0]) as a, ggmlb.init_by_name(names[1]) as b:
-        if len(programs) == 1:
-            done = [_compared(programs[0], a, b, nmse)]
-        else:
-            done = [_compared_if_supported(p, a, b, nmse) for p in programs]
+        compared = _compared if len(programs) == 1 else _compared_if_supported
+        done = [compared(program, a, b, nmse) for program in programs]
     if as_json:
         plain.echo(json.dumps([_as_data(c) for c in done], indent=1))
     elif len(done) == 1:
-        _print_nodes(done[0], names)
+        _print_program(done[0], names)
     else:
         _print_programs(done, names)
-    if any(c.first is not None for c in done):
-        raise typer.Exit(1)
+    return any(c.first is not None for c in done)
 
 
 # -- computing -------------------------------------------------------------------------------------
 
 
-def _compared(program: Program, a: Backend, b: Backend, nmse: float | None) -> Comparison:
+def _compared(program: DiffProgram, a: Backend, b: Backend, nmse: float | None) -> DiffResult:
     from ggmlb import Context, alloc_ctx_tensors
-    from ggmlb.inspect.compare import differences
 
     ctx = Context()
     ctx.tensors = [t for t in program.graph if t.buffer is None]
     with alloc_ctx_tensors(ctx, a):
         program.fill()
         found = differences(a, b, program.graph)
-    return Comparison(program.name, found, program.limit if nmse is None else nmse)
+    return DiffResult(program.name, found, program.limit if nmse is None else nmse)
 
 
-def _compared_if_supported(program: Program, a: Backend, b: Backend, nmse: float | None) -> Comparison:
+def _compared_if_supported(program: DiffProgram, a: Backend, b: Backend, nmse: float | None) -> DiffResult:
     for node in program.graph.nodes:
         for backend in (a, b):
             why = backend.device.declines(node)
             if why is not None:
-                return Comparison(program.name, [], 0, f"{backend.name} declines {node.describe()}: {why}")
+                return DiffResult(program.name, [], 0, f"{backend.name} declines {node.describe()}: {why}")
     return _compared(program, a, b, nmse)
 
 
 # -- programs --------------------------------------------------------------------------------------
 
 
-def _programs(text: str, pattern: str) -> Iterable[Program]:
+def _programs(text: str, pattern: str) -> Iterable[DiffProgram]:
     path = Path(text)
     if path.is_dir() or path.suffix == ".jsonl":
         from ggmlb.testing.programs import load_cases
@@ -188,7 +198,7 @@ def _programs(text: str, pattern: str) -> Iterable[Program]:
     return [_own(text)]
 
 
-def _golden(case: Case) -> Program:
+def _golden(case: Case) -> DiffProgram:
     built = case.build()
 
     def fill() -> None:
@@ -196,10 +206,10 @@ def _golden(case: Case) -> Program:
             if built.tensors[leaf.name].buffer is not None:  # some give only their shape
                 built.tensors[leaf.name].set(leaf.data)
 
-    return Program(case.id, max(case.nmse, LIMIT), built.graph, fill)
+    return DiffProgram(case.id, max(case.nmse, LIMIT), built.graph, fill)
 
 
-def _own(text: str) -> Program:
+def _own(text: str) -> DiffProgram:
     """Return the program built by a user's function."""
     from ggmlb import Graph
 
@@ -219,7 +229,7 @@ def _own(text: str) -> Program:
             f"diff: {text} returned {type(graph).__name__}; return a Graph, or a Graph and a dict"
         )
     fresh = [leaf for leaf in graph.leafs if leaf.buffer is None]
-    return Program(text, LIMIT, graph, lambda: _fill(fresh, values))
+    return DiffProgram(text, LIMIT, graph, lambda: _fill(fresh, values))
 
 
 def _module(where: str) -> ModuleType:
@@ -251,35 +261,49 @@ def _fill(leafs: list[Tensor], values: Mapping[str, Any]) -> None:
 # -- telling ---------------------------------------------------------------------------------------
 
 
-def _as_data(comparison: Comparison) -> dict[str, Any]:
-    first = comparison.first
+def _as_data(result: DiffResult) -> dict[str, Any]:
+    first = result.first
     return {
-        "program": comparison.program,
-        "limit": comparison.limit,
-        "skipped": comparison.skipped or None,
+        "program": result.program,
+        "limit": result.limit,
+        "skipped": result.skipped or None,
         "first_difference": None if first is None else first.index,
-        "nodes": [plain.finite(d) for d in comparison.nodes],
+        "nodes": [plain.finite(d) for d in result.nodes],
     }
 
 
-def _print_nodes(comparison: Comparison, names: list[str]) -> None:
-    first = comparison.first
-    columns = (
-        Column("#", right=True), Column("Node"), Column("Computes", drop=2), Column("NMSE", right=True),
-        Column("Max error", right=True, drop=1), Column("", wraps=True),
-    )  # fmt: skip
-    rows = (
-        Row((str(d.index), d.node, d.op, f"{d.nmse:.1e}", f"{d.max_error:.1e}", mark), style)
-        for d in comparison.nodes
-        for mark, style in [diff_models.marked(d is first, not d.nmse <= comparison.limit)]
-    )
-    out = console()
-    print_table(out, f"{comparison.program}: {names[1]} against {names[0]}", columns, rows)
-    n = sum(not d.nmse <= comparison.limit for d in comparison.nodes)
-    out.print(f"{n} of {len(comparison.nodes)} nodes differ by an NMSE above {comparison.limit:g}")
+def _print_program(result: DiffResult, names: list[str]) -> None:
+    columns = (Column("#", right=True), Column("Node"), Column("Computes", drop=2), *ERRORS)
+    rows = [(str(d.index), d.node, d.op, *_errors(d)) for d in result.nodes]
+    title = f"{result.program}: {names[1]} against {names[0]}"
+    n = _print_nodes(title, columns, rows, result.nodes, result.limit)
+    console().print(f"{n} of {len(rows)} nodes differ by an NMSE above {result.limit:g}")
 
 
-def _print_programs(done: list[Comparison], names: list[str]) -> None:
+def _errors(d: Difference | NodeDifference) -> tuple[str, str]:
+    return f"{d.nmse:.1e}", f"{d.max_error:.1e}"
+
+
+def _print_nodes(
+    title: str,
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[str]],
+    nodes: Sequence[Difference | NodeDifference],
+    limit: float,
+) -> int:
+    """Print a row for each node, with a mark at those that differ; return their number."""
+    n, marked = 0, []
+    for row, d in zip(rows, nodes, strict=True):
+        mark, style = "", ""
+        if not d.nmse <= limit:
+            mark, style = ("differs", "red") if n else ("<- first difference", "bold red")
+            n += 1
+        marked.append(Row((*row, mark), style))
+    print_table(console(), title, (*columns, Column("", wraps=True)), marked)
+    return n
+
+
+def _print_programs(done: list[DiffResult], names: list[str]) -> None:
     rows = []
     for c in done:
         first = c.first
@@ -298,3 +322,75 @@ def _print_programs(done: list[Comparison], names: list[str]) -> None:
     n_skipped = sum(bool(c.skipped) for c in done)
     n = sum(c.first is not None for c in done)
     out.print(f"{n} of {len(done) - n_skipped} programs differ; {n_skipped} not computed")
+
+
+# -- language models -------------------------------------------------------------------------------
+
+
+def _diff_model(
+    path: Path, devices: Sequence[str], prompt: str, max_tokens: int, nmse: float | None, as_json: bool
+) -> bool:
+    """Print where two devices part in a model; return whether they do."""
+    from ggmlb.models import TextModel
+    from ggmlb.models.text.compare import LIMIT as MODEL_LIMIT
+
+    with ExitStack() as models:
+        a, b = (models.enter_context(TextModel(path, list(dict.fromkeys([name, "CPU"])))) for name in devices)
+        text = prompt or " ".join(PASSAGES[:N_PASSAGES])
+        found = a.differences(b, text, max_tokens, MODEL_LIMIT if nmse is None else nmse)
+    if as_json:
+        data = {
+            "model": str(path),
+            "devices": list(devices),
+            "limit": found.limit,
+            "first_difference": found.first and plain.finite(found.first),
+            "token": found.token and plain.finite(found.token),
+            "nodes": [plain.finite(node) for node in found.nodes],
+        }
+        plain.echo(json.dumps(data, indent=1))
+    else:
+        _print_model(found, path, devices, max_tokens)
+    return found.first is not None or found.token is not None
+
+
+def _print_model(found: Differences, path: Path, devices: Sequence[str], max_tokens: int) -> None:
+    from rich.markup import escape
+
+    a, b = devices
+    columns = (
+        Column("Node"), *ERRORS, Column("Token", right=True), Column("Element", right=True),
+        Column(a, right=True, drop=2), Column(b, right=True, drop=3),
+    )  # fmt: skip
+    nodes = _shown(found)
+    values = [[f"{value:.5g}" for value in d.values] for d in nodes]
+    rows = [
+        (d.name, *_errors(d), str(d.token), str(d.element), *v) for d, v in zip(nodes, values, strict=True)
+    ]
+    _print_nodes(f"{path.name}: {b} against {a}", columns, rows, nodes, found.limit)
+    out = console()
+    if found.first is None:
+        out.print(f"no node differs by an NMSE above {found.limit:g}; of each layer, the worst is shown")
+    if not max_tokens:
+        return
+    t = found.token
+    if t is None:
+        out.print(f"all {max_tokens} tokens are the same")
+        return
+    texts = " and ".join(f"{text!r} ({token})" for text, token in zip(t.texts, t.tokens, strict=True))
+    cause = "the output" if t.layer is None else f"layer {t.layer}"
+    told = f"token {t.place} differs: {shown(texts)}; the first one's "
+    told += f"logit is larger by {t.margins[0]:.4f} on {a}, by {t.margins[1]:.4f} on {b}; {cause} caused it"
+    out.print(escape(told), soft_wrap=True)
+
+
+def _shown(found: Differences) -> list[NodeDifference]:
+    """Return all nodes of the layer of the first difference, and of the others the worst."""
+    layers: dict[str, list[NodeDifference]] = {}
+    for node in found.nodes:
+        layers.setdefault(node.name.rpartition(".")[0] or node.name, []).append(node)
+    rows: list[NodeDifference] = []
+    for nodes in layers.values():
+        rows += nodes if found.first in nodes else [max(nodes, key=lambda node: node.nmse)]
+        if found.first in nodes:
+            break
+    return rows

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -196,6 +196,19 @@ def errors(reference: npt.NDArray[Any], values: npt.NDArray[Any]) -> tuple[float
         return 0.0, 0.0
     scale = float(np.mean(a * a))
     return (float(np.mean(error * error)) / scale if scale else math.inf), largest
+
+
+class _Measured(Protocol):
+    @property
+    def nmse(self) -> float: ...
+
+
+AnyDifference = TypeVar("AnyDifference", bound=_Measured)
+
+
+def first_above(found: Iterable[AnyDifference], limit: float) -> AnyDifference | None:
+    """Return the first difference with an NMSE above a limit, or NaN; `None` if there is none."""
+    return next((d for d in found if not d.nmse <= limit), None)
 
 
 def _computed(backend: Backend, graph: Graph) -> bool:

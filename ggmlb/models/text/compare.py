@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.errors import ArgumentError
-from ggmlb.inspect.compare import errors
+from ggmlb.inspect.compare import errors, first_above
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.decoder import Array
 from ggmlb.models.text.generation import Engine
@@ -140,7 +140,7 @@ class Differences:
     @property
     def first(self) -> NodeDifference | None:
         """The first node that differs; `None` where none does."""
-        return next((d for d in self.nodes if not d.nmse <= self.limit), None)
+        return first_above(self.nodes, self.limit)
 
 
 def node_differences(
@@ -151,7 +151,7 @@ def node_differences(
     for names in groups(reference.decoder.names()):
         values = [_sorted(traced(engine, tokens, names)) for engine in (reference, other)]
         found += [_difference(name, values[0][name], values[1][name]) for name in names]
-        if any(not d.nmse <= limit for d in found):
+        if first_above(found, limit) is not None:
             break
     return found
 
