@@ -6,15 +6,20 @@ and barriers; no GPU takes part.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
 from ggmlb import Context, DType
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import PACKAGE, Lowering, Step
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
-from ggmlb.backends.gpu import Launch, Scratch, Target, declines
-from ggmlb.backends.gpu import place as place_scratch
+from ggmlb.backends.cuda.lowering import CudaLowering
+from ggmlb.backends.gpu import Launch, Target, declines
+from ggmlb.backends.gpu.kinds import Bound
+from ggmlb.backends.gpu.scratch import place_pieces
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import Built, Case
 from tests.support.golden import CASES as GOLDEN
@@ -230,16 +235,12 @@ def test_products_with_the_same_input_share_its_preparation() -> None:
     changed = ctx.scale_inplace(x, 2.0)
     nodes = [ctx.mul_mat(q, x), ctx.mul_mat(k, x), changed, ctx.mul_mat(v, x)]
     place(ctx)
-    lw = Lowering(CARD, 90)
-    names = [[s.kernel.name for s in lw.lower(node) if isinstance(s, Launch)] for node in nodes]
+    bound = Bound(nodes, Kinds(), CudaLowering(CARD, 90))
+    kernels = iter([request.kernel.name for request, _ in bound.steps])
+    names = [list(islice(kernels, n)) for n in bound.n_steps]
     assert names == [["quantize_q8", "mul_mat_q8"], ["mul_mat_q8"], ["map"], ["quantize_q8", "mul_mat_q8"]]
 
 
 def test_scratch_is_shared_between_steps_apart() -> None:
-    a, b, c = Scratch(1000), Scratch(500), Scratch(1000)
-    mems = [s.mem(DType.I8, (s.nbytes, 1, 1, 1)) for s in (a, b, c)]
-    total, offsets = place_scratch([[mems[0]], [mems[0], mems[1]], [mems[1], mems[2]], [mems[2], 3]])
-    assert offsets[a] == offsets[c] == 0
-    assert offsets[b] == 1024
-    assert total == 1536
-    assert place_scratch([[1, 2.0]]) == (0, {})
+    assert place_pieces([(1000, 0, 1), (500, 1, 2), (1000, 2, 3)]) == (1536, [0, 1024, 0])
+    assert place_pieces([]) == (0, [])

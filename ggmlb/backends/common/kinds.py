@@ -61,12 +61,11 @@ class Operands:
     """The operands of a plan's items, by number; the last number is that of an absent operand.
 
     Args:
-        items: Nodes and groups, in order.
+        tensors: For each item its nodes, each followed by its operands; empty if it computes nothing.
         kinds: Where forms are numbered.
         starts_of: Returns the addresses of buffers; 0 where only offsets in a buffer are known.
 
     Attributes:
-        tensors: For each item its nodes, each followed by its operands; empty if it computes nothing.
         numbers: The number of each tensor.
         buffers: The buffer of each number.
         addresses: The address of each number.
@@ -75,14 +74,13 @@ class Operands:
 
     def __init__(
         self,
-        items: Sequence[Item],
+        tensors: Iterable[Sequence[Tensor | None]],
         kinds: Kinds[Lowered],
         starts_of: Callable[[Collection[Buffer]], Mapping[Buffer, int]],
     ) -> None:
-        self.tensors = [operands_of(item) for item in items]
         placed: list[Tensor] = []
         self.buffers: list[Buffer] = []
-        for t in {*chain.from_iterable(self.tensors)}:
+        for t in {*chain.from_iterable(tensors)}:
             if t is not None and t.buffer is not None:
                 placed.append(t)
                 self.buffers.append(t.buffer)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer, CudaBufferType
 from ggmlb.backends.cuda.driver import cuda_errors, guard
-from ggmlb.backends.cuda.lowering import declines
+from ggmlb.backends.cuda.lowering import Request, declines
 from ggmlb.backends.cuda.stream import CudaEvent, DeviceMemory, Stream
 from ggmlb.backends.gpu import Target
+from ggmlb.backends.gpu.kinds import Lowered
 from ggmlb.core.enums import DeviceType, Op
 from ggmlb.core.errors import BackendError, BackendUnavailable, readable_size
 from ggmlb.core.tensor import Tensor, spanned_bytes
@@ -45,6 +47,7 @@ class CudaDevice(Device):
         target: Parameters of the kernels' work split.
         transfers: The stream of synchronous transfers.
         memory_pool: The allocator of its memory.
+        kinds: What its streams have lowered.
     """
 
     def __init__(self, reg: CudaReg, driver: Driver, index: int) -> None:
@@ -54,6 +57,7 @@ class CudaDevice(Device):
         self.facts = driver.facts(index)
         self.target = Target(False, self.facts.n_units, WG)
         self.memory_pool = DeviceMemory(driver, index)
+        self.kinds: Kinds[Lowered[tuple[Request, Hashable]]] = Kinds()
         self._transfers: Stream | None = None
         self._buffer_type = CudaBufferType(self)
 

@@ -6,23 +6,28 @@ what is declined. A product with a split weight is computed by several devices, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import struct
+from collections.abc import Collection, Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ggmlb.backends import gpu
-from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.cuda.buffer import CudaBuffer
+from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.common.kinds import Item
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import MAX_GROUPS, Lowering
-from ggmlb.backends.cuda.work import Part
+from ggmlb.backends.cuda.program import address_words, argument_block
 from ggmlb.backends.gpu import Launch, Target
+from ggmlb.backends.gpu.kinds import Prepared
 from ggmlb.core.enums import NO_OPS
-from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.parallel import row_split
 
 if TYPE_CHECKING:
-    from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.backends.cuda.work import Binder, Request, UncapturedCall
+
+Request: TypeAlias = Launch | Gemm
+"""What is queued for an item, before it is bound."""
 
 
 def declines(node: Tensor, target: Target) -> str | None:
@@ -46,33 +51,47 @@ def can_fuse(group: Group, device: CudaDevice) -> bool:
     return Lowering(device.target, device.facts.capability, blas=device.has_blas).can_fuse(group)
 
 
-def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
-    """Return the parts of a graph whose nodes are not declined, in the order in which they run."""
-    device = backend.device
-    lowering = Lowering(device.target, device.facts.capability, blas=device.has_blas)
-    parts: list[Part] = []
-    for item in fuse(graph, backend.can_fuse):
-        if isinstance(item, Group):
-            parts.append(Part(item.nodes, list(lowering.lower_group(item))))
-            continue
-        node = item
-        if node.op in NO_OPS or node.is_empty:
-            continue
-        if row_split.is_split(node):
-            requests: list[Request] = [_split_product(node, backend, binder)]
-            lowering.wrote(node)
-        else:
-            requests = [r for r in lowering.lower(node) if not _is_nothing(r)]
-        parts.append(Part((node,), requests))
-    return parts
+class CudaLowering(NamedTuple):
+    """Lowers items for a card; a request's block of arguments is its kernel's, or cuBLAS' addresses.
 
+    Attributes:
+        target, capability, blas: As `kernels.Lowering` says.
+    """
 
-def _split_product(node: Tensor, backend: CudaBackend, binder: Binder) -> UncapturedCall:
-    product = row_split.RowSplitProduct(node, backend, backend.helpers)
-    for buffer in product.buffers:
-        assert isinstance(buffer, CudaBuffer)
-        binder.use(buffer)
-    return lambda stream: product.run()
+    target: Target
+    capability: int
+    blas: bool = True
+
+    def lower(self, item: Item, ready: Collection[tuple[Tensor, str]]) -> tuple[list[Request], Prepared]:
+        """As `gpu.kinds.Lowering.lower`."""
+        rules = Lowering(*self)
+        rules.ready = ready
+        found = rules.lower_group(item) if isinstance(item, Group) else rules.lower(item)
+        return [request for request in found if not _is_nothing(request)], rules.prepared_forms
+
+    def step(self, request: Request, slots: tuple[int, ...]) -> tuple[Request, Hashable]:
+        """As `gpu.kinds.Lowering.step`: the request, and its key without arguments."""
+        if isinstance(request, Launch):
+            return request, (request.kernel.name, request.defines, request.wg)
+        # The library may use other kernels for other shapes.
+        shape = request.m, request.n, request.k, request.count, bool(request.places)
+        return request, ("gemm", request.a.dtype, *shape)
+
+    def mems(self, request: Request) -> Sequence[Mem]:
+        """As `gpu.kinds.Lowering.mems`."""
+        if isinstance(request, Launch):
+            return [arg for arg in request.args if isinstance(arg, Mem)]
+        return request.mems
+
+    def block(self, request: Request) -> bytes:
+        """As `gpu.kinds.Lowering.block`."""
+        if isinstance(request, Launch):
+            return argument_block(request, lambda mem: 0)
+        return struct.pack("3q", *[mem.offset for mem in request.mems])
+
+    def address_words(self, request: Request) -> Sequence[int]:
+        """As `gpu.kinds.Lowering.address_words`."""
+        return address_words(request.kernel) if isinstance(request, Launch) else (0, 1, 2)
 
 
 def _is_nothing(request: Request) -> bool:

@@ -15,8 +15,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.cuda.lowering import lower
-from ggmlb.backends.cuda.work import Binder
+from ggmlb.backends.cuda.work import Bound
 from ggmlb.core.enums import Status
 from ggmlb.core.errors import BackendError
 from ggmlb.core.graph import Graph
@@ -64,11 +63,10 @@ class CudaPlan(GraphPlan):
 
     def __init__(self, backend: CudaBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
-        binder = Binder(backend)
-        self.parts: list[Part] = lower(graph, backend, binder)
-        binder.bind(self.parts)
-        self.slots = binder.slots
-        self.buffers: tuple[CudaBuffer, ...] = tuple(binder.buffers.values())
+        bound = Bound(backend, graph)
+        self.parts: list[Part] = bound.parts
+        self.slots = bound.slots
+        self.buffers: tuple[CudaBuffer, ...] = tuple(bound.buffers.values())
         self.segments: list[Segment] = self._segments()
         self._wait = env.flag("GGMLB_CUDA_SYNC", default=False)
         self._by_node = self._wait or not uses_graphs()

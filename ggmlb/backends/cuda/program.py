@@ -32,6 +32,17 @@ def layout(kernel: Kernel) -> struct.Struct:
     return struct.Struct("@" + "".join(FORMATS[param.kind] for param in kernel.params))
 
 
+@lru_cache(512)
+def address_words(kernel: Kernel) -> tuple[int, ...]:
+    """Return where the addresses of tensors are in a kernel's argument block, in words of 8 bytes."""
+    before, words = "@", list[int]()
+    for param in kernel.params:
+        if param.kind == "tensor":
+            words.append(struct.calcsize(f"{before}0q") // 8)
+        before += FORMATS[param.kind]
+    return tuple(words)
+
+
 def argument_block(launch: Launch, base: Callable[[Mem], int]) -> bytes:
     """Return the argument block; `base` returns the base address of a mem's memory."""
     flat: list[int | float] = []

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.common.fusion import Group, fuse
+from ggmlb.backends.common.kinds import Item
 from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.driver import CopyKind
-from ggmlb.backends.cuda.program import argument_block
-from ggmlb.backends.gpu import BadIndex, Launch, Scratch, place
-from ggmlb.backends.gpu.bad_index import PlanSlots
+from ggmlb.backends.cuda.lowering import CudaLowering, Request
+from ggmlb.backends.cuda.program import layout
+from ggmlb.backends.gpu import Launch, kinds
+from ggmlb.backends.gpu.scratch import place_pieces
 from ggmlb.core.errors import BackendError
+from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Buffer
+from ggmlb.parallel import row_split
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.driver import Call
-    from ggmlb.backends.cuda.gemm import Gemm
 
 UncapturedCall: TypeAlias = Callable[[int], None]
 """A call on a stream that cannot be captured into a CUDA graph, for example because it waits."""
-
-Request: TypeAlias = "Launch | Gemm | UncapturedCall"
 
 
 class Step(NamedTuple):
@@ -42,13 +44,11 @@ class Part:
 
     Attributes:
         nodes: The computed nodes, the result last.
-        requests: Its launches before binding.
-        steps: Its steps after binding.
+        steps: Its steps.
     """
 
     nodes: tuple[Tensor, ...]
-    requests: list[Request]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Step]
 
 
 class Arena:
@@ -74,75 +74,77 @@ def allocate(backend: CudaBackend, nbytes: int) -> CudaBuffer:
     return buffer
 
 
-class Binder:
-    """Binds requests to addresses.
+class Bound:
+    """The steps of a graph, bound to addresses.
 
     Attributes:
+        parts: The nodes with their steps.
         buffers: All buffers that the steps use.
         slots: Slots for bad indices of the steps.
     """
 
-    def __init__(self, backend: CudaBackend) -> None:
+    def __init__(self, backend: CudaBackend, graph: Graph) -> None:
+        self._backend, device = backend, backend.device
+        items = fuse(graph, backend.can_fuse)
+        by = CudaLowering(device.target, device.facts.capability, device.has_blas)
+        found = kinds.Bound(items, device.kinds, by, by, _is_apart)
+        device.driver.prepare([r for r, _ in found.new if isinstance(r, Launch)], device.index)
+        self.slots = backend.bad_indices.take(found.records, backend)
+        nbytes, offsets = place_pieces(found.pieces)
+        places = [self.slots.places[record] for record in found.records]
+        found.give(
+            backend.arena.get(backend, nbytes) if nbytes else None,
+            offsets,
+            [(slot.block.buffer, slot.offset) for slot in places],
+        )
         self.buffers: dict[int, CudaBuffer] = {}
-        self._backend = backend
-        self._arena = 0
-        self._offsets: dict[Scratch, int] = {}
-        self.slots = PlanSlots({})
+        for buffer in found.memory:
+            if buffer is not None:
+                self._use(buffer)
+        values, starts = found.blocks({b: b.address for b in self.buffers.values()})
+        blocks = values.data.cast("B")
+        steps = [
+            self._step(request, key, blocks[start:end])
+            for (request, key), start, end in zip(found.steps, starts, starts[1:], strict=False)
+        ]
+        self.parts: list[Part] = []
+        done = 0
+        for item, n in zip(items, found.n_steps, strict=True):
+            nodes = item.nodes if isinstance(item, Group) else (item,)
+            if _is_apart(item):
+                self.parts.append(Part(nodes, [Step(self._split_product(item), None)]))
+            elif n:
+                self.parts.append(Part(nodes, steps[done : done + n]))
+            done += n
 
-    def bind(self, parts: list[Part]) -> None:
-        """Set the steps of all parts, in order of execution."""
-        nbytes, self._offsets = place([_mems(r) for part in parts for r in part.requests])
-        if nbytes:
-            self._arena = self.use(self._backend.arena.get(self._backend, nbytes)).address
-        launches = [r for part in parts for r in part.requests if isinstance(r, Launch)]
-        self._backend.device.driver.prepare(launches, self._backend.device.index)
-        args = [arg.buffer for launch in launches for arg in launch.args if isinstance(arg, Mem)]
-        records = [buffer for buffer in args if isinstance(buffer, BadIndex)]
-        self.slots = self._backend.bad_indices.take(records, self._backend)
-        for part in parts:
-            part.steps = [self._step(request) for request in part.requests]
-            part.requests = []
+    def _step(self, request: Request, key: Hashable, block: memoryview) -> Step:
+        device = self._backend.device
+        if isinstance(request, Launch):
+            own = bytes(block[: layout(request.kernel).size])  # without the padding to whole words
+            return Step(device.driver.bind(request, own, device.index), key)
+        addresses = dict(zip(map(id, request.mems), block.cast("q"), strict=True))
+        return Step(self._backend.blas.bind(request, lambda mem: addresses[id(mem)], self._upload), key)
 
-    def use(self, buffer: CudaBuffer) -> CudaBuffer:
+    def _split_product(self, node: Tensor) -> UncapturedCall:
+        product = row_split.RowSplitProduct(node, self._backend, self._backend.helpers)
+        for buffer in product.buffers:
+            self._use(buffer)
+        return lambda stream: product.run()
+
+    def _use(self, buffer: Buffer) -> CudaBuffer:
         """Record a buffer used by the steps."""
+        if not isinstance(buffer, CudaBuffer):
+            raise BackendError(f"{self._backend.name} cannot reach memory of {buffer!r}")
         self.buffers[id(buffer)] = buffer
         return buffer
 
-    def _step(self, request: Request) -> Step:
-        if isinstance(request, Launch):
-            device = self._backend.device
-            block = argument_block(request, self._base)
-            key = request.kernel.name, request.defines, request.wg
-            return Step(device.driver.bind(request, block, device.index), key)
-        if callable(request):
-            return Step(request, None)
-        call = self._backend.blas.bind(request, self._address, self._upload)
-        # The library may use other kernels for other shapes.
-        shape = request.m, request.n, request.k, request.count, bool(request.places)
-        return Step(call, ("gemm", request.a.dtype, *shape))
-
-    def _base(self, mem: Mem) -> int:
-        """Return the base address of a mem's memory."""
-        if isinstance(mem.buffer, Scratch):
-            return self._arena + self._offsets[mem.buffer]
-        if isinstance(mem.buffer, BadIndex):
-            slot = self.slots.places[mem.buffer]
-            return self.use(cast("CudaBuffer", slot.block.buffer)).address + slot.offset
-        if not isinstance(mem.buffer, CudaBuffer):
-            raise BackendError(f"{self._backend.name} cannot reach memory of {mem.buffer!r}")
-        return self.use(mem.buffer).address
-
-    def _address(self, mem: Mem) -> int:
-        return self._base(mem) + mem.offset
-
     def _upload(self, table: npt.NDArray[np.uint64]) -> int:
         """Copy a table to device memory owned by the plan."""
-        buffer = self.use(allocate(self._backend, table.nbytes))
+        buffer = self._use(allocate(self._backend, table.nbytes))
         buffer.copy("write a table of addresses", CopyKind.TO_DEVICE, 0, table)
         return buffer.address
 
 
-def _mems(request: Request) -> list[Mem | int | float]:
-    if isinstance(request, Launch):
-        return list(request.args)
-    return [] if callable(request) else list(request.mems)
+def _is_apart(item: Item) -> TypeGuard[Tensor]:
+    """Whether a node is a product with a split weight, which several devices compute."""
+    return isinstance(item, Tensor) and row_split.is_split(item) and not item.is_empty

@@ -11,7 +11,6 @@ its own rows (CPU-type devices).
 
 from ggmlb.backends.gpu.launch import MAX_WG, BadIndex, Defines, Launch, Scratch, Target
 from ggmlb.backends.gpu.lowering import can_fuse, declines, lower, lower_group
-from ggmlb.backends.gpu.scratch import place
 from ggmlb.backends.gpu.source import Kernel, Param, families, packed_args, source
 
 __all__ = [
@@ -29,6 +28,5 @@ __all__ = [
     "lower",
     "lower_group",
     "packed_args",
-    "place",
     "source",
 ]

@@ -1,4 +1,4 @@
-"""Launches of a kind of node or group, with operand slots in place of memory, and their binding.
+"""What GPUs launch for a kind of node or group, with operand slots in place of memory, and its binding.
 
 Rules see stand-ins of the tensors, whose buffer is an operand slot. So what they return serves all items of
 the kind. A slot is the number of an operand of the item; after the operands come the pieces of scratch,
@@ -7,28 +7,32 @@ then the records of bad indices. A plan binds the slots of all its items at once
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.common.kinds import ALIGNED, Item, Kinds, Operands
+from ggmlb.backends.common.kinds import ALIGNED, Item, Kinds, Operands, operands_of
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import BadIndex, Launch, Scratch
+from ggmlb.backends.gpu.launch import BadIndex, Scratch
+from ggmlb.core.ops import SPECS
+from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ggmlb.backends.gpu.source import Kernel
     from ggmlb.interface import Buffer
 
     Ints = npt.NDArray[np.int64]
 
+Request = TypeVar("Request")
+"""Type of what a backend's rules return: a launch."""
+
 Step = TypeVar("Step", covariant=True)
-"""Type of a backend's launch without the values of its arguments."""
+"""Type of what a backend keeps of a request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,17 +52,47 @@ class OperandSlot:
         return self.pack
 
 
+Prepared: TypeAlias = dict[tuple[Tensor, str], tuple[Mem, ...]]
+"""Other forms of operands in scratch memory, as activations in 8 bits, by operand and name of the form."""
+
+
+class Lowering(Protocol[Request, Step]):
+    """How a backend lowers an item, and lays out the arguments of its requests."""
+
+    def lower(self, item: Item, ready: Collection[tuple[Tensor, str]]) -> tuple[list[Request], Prepared]:
+        """Return the requests that compute an item, and the forms of its operands that they read.
+
+        Args:
+            item: A node or group.
+            ready: Forms that earlier items made: their places are returned, but nothing that makes them.
+        """
+
+    def step(self, request: Request, slots: tuple[int, ...]) -> Step:
+        """Return what is kept of a request, given the slots of its tensors."""
+
+    def mems(self, request: Request) -> Sequence[Mem]:
+        """Return a request's tensors."""
+
+    def block(self, request: Request) -> bytes:
+        """Return a request's block of arguments, with offsets in slots for addresses."""
+
+    def address_words(self, request: Request) -> Sequence[int]:
+        """Return where the addresses of a request's tensors are in its block, in words of 8 bytes."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered(Generic[Step]):
-    """The launches of a kind.
+    """The requests of a kind.
 
     Attributes:
-        steps: The launches.
+        steps: The requests.
         nbytes: Size of each one's block of arguments [bytes], a multiple of 8.
         words: The blocks one after the other; where an address is, the offset in a slot.
         places: Places of addresses in `words`.
-        slots: The slot of each.
-        pieces: Of each piece of scratch memory its size [bytes], and its first and last launch.
+        slots: The slot of each: operands, then `pieces`, then `given`, then `bad`.
+        pieces: Of each piece of scratch memory its size [bytes], and its first and last step.
+        given: The pieces that earlier items wrote: operand, form, which of the form's pieces, and last step.
+        made: Of each form that was made the operand, its name, and its pieces.
         bad: Of each record of a bad index the operand that is the node, and the bound.
     """
 
@@ -68,58 +102,65 @@ class Lowered(Generic[Step]):
     places: Ints
     slots: Ints
     pieces: list[tuple[int, int, int]]
+    given: list[tuple[int, str, int, int]]
+    made: list[tuple[int, str, list[int]]]
     bad: list[tuple[int, int]]
 
 
-class Lowering(Protocol[Step]):
-    """How a backend lowers an item, and lays out a launch's arguments."""
+def lowered(
+    item: Item,
+    tensors: Sequence[Tensor | None],
+    by: Lowering[Request, Step],
+    ready: Collection[tuple[int, str]] = (),
+) -> Lowered[Step]:
+    """Lower an item, given its operands in the order of their slots.
 
-    def lower(self, item: Item) -> list[Launch]:
-        """Return the launches of an item."""
-
-    def step(self, launch: Launch, slots: tuple[int, ...]) -> Step:
-        """Return what is kept of a launch, given the slots of its tensors."""
-
-    def block(self, launch: Launch) -> bytes:
-        """Return a launch's block of arguments, with offsets in slots for addresses."""
-
-    def address_words(self, kernel: Kernel) -> Sequence[int]:
-        """Return where the addresses of a kernel's tensors are in its block, in words of 8 bytes."""
-
-
-def lowered(item: Item, tensors: Sequence[Tensor | None], by: Lowering[Step]) -> Lowered[Step]:
-    """Lower an item, given its operands in the order of their slots."""
+    Args:
+        item: A node or group.
+        tensors: Its operands.
+        by: How the backend lowers it.
+        ready: Forms of operands that earlier items made.
+    """
     stand_ins = _stand_ins(item, tensors)
-    launches = by.lower(_item_of(item, stand_ins))
-    scratch: dict[Scratch, list[int]] = {}
-    bad: dict[BadIndex, None] = {}
-    for now, launch in enumerate(launches):
-        for arg in launch.args:
-            if isinstance(arg, Mem) and isinstance(arg.buffer, Scratch):
-                scratch.setdefault(arg.buffer, [now, now])[1] = now
-            elif isinstance(arg, Mem) and isinstance(arg.buffer, BadIndex):
-                bad[arg.buffer] = None
-    numbers: dict[object, int] = {}
-    for buffer in [t.buffer for t in stand_ins.values() if t.buffer is not None]:
-        numbers[buffer] = cast("OperandSlot", buffer).number
-    numbers.update((made, len(tensors) + i) for i, made in enumerate([*scratch, *bad]))
-    steps, blocks, places, slots = [], [], list[int](), list[int]()
-    start = 0
-    for launch in launches:
-        mine = tuple([numbers[arg.buffer] for arg in launch.args if isinstance(arg, Mem)])
-        slots += mine
-        places += [start + word for word in by.address_words(launch.kernel)]
-        steps.append(by.step(launch, mine))
-        blocks.append(by.block(launch))
+    numbers = {t: cast("OperandSlot", t.buffer).number for t in stand_ins.values() if t.buffer is not None}
+    known = {(t, form) for t, i in numbers.items() for number, form in ready if number == i}
+    requests, prepared = by.lower(_item_of(item, stand_ins), known)
+    uses: dict[object, list[int]] = {}  # first and last step
+    for now, request in enumerate(requests):
+        for mem in by.mems(request):
+            uses.setdefault(mem.buffer, [now, now])[1] = now
+    forms = {key: list(dict.fromkeys([mem.buffer for mem in mems])) for key, mems in prepared.items()}
+    given = [(key, i, piece) for key in forms.keys() & known for i, piece in enumerate(forms[key])]
+    theirs = {piece for _, _, piece in given}
+    pieces = [piece for piece in uses if isinstance(piece, Scratch) and piece not in theirs]
+    bad = [record for record in uses if isinstance(record, BadIndex)]
+    slots: dict[object, int] = {t.buffer: number for t, number in numbers.items()}
+    slots.update((x, len(tensors) + i) for i, x in enumerate([*pieces, *[g[2] for g in given], *bad]))
+    found, places, start = list[int](), list[int](), 0
+    steps, blocks = [], []
+    for request in requests:
+        mine = tuple([slots[mem.buffer] for mem in by.mems(request)])
+        found += mine
+        places += [start + word for word in by.address_words(request)]
+        steps.append(by.step(request, mine))
+        block = by.block(request)
+        blocks.append(block + bytes(-len(block) % 8))
         start += len(blocks[-1]) // 8
+    n = len(tensors)
     return Lowered(
         steps,
         [len(block) for block in blocks],
         np.frombuffer(b"".join(blocks), np.int64),
         np.array(places, np.int64),
-        np.array(slots, np.int64),
-        [(piece.nbytes, first, last) for piece, (first, last) in scratch.items()],
-        [(numbers[record.node.buffer], record.n) for record in bad],
+        np.array(found, np.int64),
+        [(piece.nbytes, *uses[piece]) for piece in pieces],  # type: ignore[misc]
+        [(numbers[t], form, i, uses.get(piece, [0, -1])[1]) for (t, form), i, piece in given],
+        [
+            (numbers[t], form, [slots[piece] - n for piece in made])
+            for (t, form), made in forms.items()
+            if (t, form) not in known
+        ],
+        [(numbers[record.node], record.n) for record in bad],
     )
 
 
@@ -151,48 +192,73 @@ def _item_of(item: Item, stand_ins: dict[Tensor, Tensor]) -> Item:
 
 
 class Bound(Generic[Step]):
-    """The launches of a plan's items, with memory for their slots.
+    """The steps of a plan's items, with memory for their slots.
 
     Args:
         items: Nodes and groups, in order.
         kinds: What was lowered before.
         by: How items are lowered.
         key: What else lowering depends on.
+        is_apart: Whether an item is computed otherwise, and has no steps here.
 
     Attributes:
-        n_steps: Number of launches of each item.
-        results: The node that each launch computes, or the last node of its group.
-        steps: The launches.
-        pieces: The pieces of scratch memory, as `Lowered` says, by the plan's launches.
+        n_steps: Number of steps of each item.
+        results: The node that each step computes, or the last node of its group.
+        steps: The steps.
+        new: Those of kinds that were not known.
+        pieces: The pieces of scratch memory: size [bytes], first and last step.
         records: The records of bad indices.
+        memory: The memory of slots; see `give`.
     """
 
     def __init__(
-        self, items: Sequence[Item], kinds: Kinds[Lowered[Step]], by: Lowering[Step], key: Hashable = None
+        self,
+        items: Sequence[Item],
+        kinds: Kinds[Lowered[Step]],
+        by: Lowering[Any, Step],
+        key: Hashable = None,
+        is_apart: Callable[[Item], bool] = lambda _: False,
     ) -> None:
         kinds.make_room()
-        operands = Operands(items, kinds, _no_starts)
+        apart = [is_apart(item) for item in items]
+        tensors_of = [() if x else operands_of(item) for item, x in zip(items, apart, strict=True)]
+        operands = Operands(tensors_of, kinds, _no_starts)
         self.n_steps: list[int] = []
         self.results: list[Tensor] = []
         self.steps: list[Step] = []
-        self.pieces: list[tuple[int, int, int]] = []
+        self.new: list[Step] = []
+        self.pieces: list[list[int]] = []
         self.records: list[BadIndex] = []
         self.memory: list[Buffer | None] = [*operands.buffers, None]
         self._offsets = [address & ~ALIGNED for address in operands.addresses]
         self._slots: list[int] = []
         self._firsts: list[int] = []
         self._found: list[Lowered[Step]] = []
-        self._given: tuple[list[int], list[int]] = [], []  # numbers of pieces and records
-        for item, tensors in zip(items, operands.tensors, strict=True):
-            if not tensors:
+        self._of_pieces: list[int] = []  # numbers in `memory`
+        self._of_records: list[int] = []
+        self._ready: dict[Tensor, dict[str, list[int]]] = {}
+        for item, tensors, is_other in zip(items, tensors_of, apart, strict=True):
+            if tensors:
+                ready = self._ready_for(tensors)
+                numbers = list(map(operands.numbers.__getitem__, tensors))
+                kind = (key, ready, *operands.kind(item, numbers))
+                found = kinds.lowered.get(kind)
+                if found is None:
+                    found = kinds.lowered[kind] = lowered(item, tensors, by, ready)
+                    self.new += found.steps
+                self._add(item, tensors, numbers, found)
+            else:
                 self.n_steps.append(0)
-                continue
-            numbers = list(map(operands.numbers.__getitem__, tensors))
-            kind = (key, *operands.kind(item, numbers))
-            found = kinds.lowered.get(kind)
-            if found is None:
-                found = kinds.lowered[kind] = lowered(item, tensors, by)
-            self._add(item, tensors, numbers, found)
+            if self._ready and (tensors or is_other):
+                self._forget_written(item)
+        del self._ready
+
+    def _ready_for(self, tensors: Sequence[Tensor | None]) -> tuple[tuple[int, str], ...]:
+        """Return the forms of an item's operands that earlier items made, by operand."""
+        if not self._ready:
+            return ()
+        found = [(i, t) for i, t in enumerate(tensors) if t in self._ready and t not in tensors[:i]]
+        return tuple([(i, form) for i, t in found for form in self._ready[t]])
 
     def _add(
         self, item: Item, tensors: Sequence[Tensor | None], numbers: list[int], found: Lowered[Step]
@@ -200,39 +266,59 @@ class Bound(Generic[Step]):
         now, n = len(self.steps), len(found.steps)
         self._firsts.append(len(self._slots))
         self._slots += numbers
-        if found.pieces or found.bad:
-            for given, n_more in zip(self._given, (len(found.pieces), len(found.bad)), strict=True):
-                new = range(len(self.memory), len(self.memory) + n_more)
-                given.extend(new)
-                self._slots += new
-                self.memory += [None] * n_more
-                self._offsets += [0] * n_more
-            self.pieces += [(nbytes, now + first, now + last) for nbytes, first, last in found.pieces]
-            self.records += [BadIndex(cast("Tensor", tensors[i]), bound) for i, bound in found.bad]
+        if found.pieces or found.given or found.bad:
+            first = len(self.pieces)
+            for nbytes, start, end in found.pieces:
+                self.pieces.append([nbytes, now + start, now + end])
+                self._of_pieces.append(self._provide())
+            for i, form, piece, last in found.given:
+                at = self._ready[cast("Tensor", tensors[i])][form][piece]
+                self._slots.append(self._of_pieces[at])
+                self.pieces[at][2] = max(self.pieces[at][2], now + last)
+            for i, bound in found.bad:
+                self.records.append(BadIndex(cast("Tensor", tensors[i]), bound))
+                self._of_records.append(self._provide())
+            for i, form, made in found.made:
+                of_operand = self._ready.setdefault(cast("Tensor", tensors[i]), {})
+                of_operand[form] = [first + piece for piece in made]
         self.n_steps.append(n)
         self.steps += found.steps
         self.results += [item.result if isinstance(item, Group) else item] * n
         self._found.append(found)
 
+    def _provide(self) -> int:
+        """Append a slot for memory that the plan provides; return its number."""
+        self._slots.append(len(self.memory))
+        self.memory.append(None)
+        self._offsets.append(0)
+        return len(self.memory) - 1
+
+    def _forget_written(self, item: Item) -> None:
+        """Forget forms of operands in whose memory an item writes."""
+        for node in item.nodes if isinstance(item, Group) else (item,):
+            written = (node, *[node.sources[i] for i in SPECS[node.op].also_written])
+            for source in list(self._ready):
+                if any([overlap(source, t) for t in written]):
+                    del self._ready[source]
+
     def give(
         self, scratch: Buffer | None, places: Sequence[int], records: Sequence[tuple[Buffer, int]]
     ) -> None:
         """Provide the memory of pieces, at these offsets in one buffer, and of records."""
-        pieces, bad = self._given
-        for i, place in zip(pieces, places, strict=True):
+        for i, place in zip(self._of_pieces, places, strict=True):
             self.memory[i], self._offsets[i] = scratch, place
-        for i, (buffer, offset) in zip(bad, records, strict=True):
+        for i, (buffer, offset) in zip(self._of_records, records, strict=True):
             self.memory[i], self._offsets[i] = buffer, offset
 
     def blocks(self, starts: Mapping[Buffer, int] | None = None) -> tuple[Ints, list[int]]:
-        """Return the launches' blocks of arguments with addresses, and where each begins [bytes].
+        """Return the steps' blocks of arguments with addresses, and where each begins and the last ends.
 
         Args:
             starts: The addresses of buffers; 0 by default, for kernels that get buffers by themselves.
         """
         found = self._found
         nbytes = np.array([n for each in found for n in each.nbytes], np.int64)
-        if not found or not nbytes.size:
+        if not nbytes.size:
             return np.zeros(0, np.int64), []
         addresses = np.array(self._offsets, np.int64)
         if starts is not None:
@@ -247,7 +333,7 @@ class Bound(Generic[Step]):
         return values, [*(np.cumsum(nbytes) - nbytes).tolist(), int(nbytes.sum())]
 
     def slot_memory(self) -> tuple[list[Buffer | None], list[int]]:
-        """Return the memory of the slots of all items, and for each launch where its item's begin."""
+        """Return the memory of the slots of all items, and for each step where its item's begin."""
         firsts: list[int] = []
         for first, each in zip(self._firsts, self._found, strict=True):
             firsts += [first] * len(each.steps)

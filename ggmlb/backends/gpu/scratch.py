@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-
-from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import Scratch
+from collections.abc import Sequence
 
 ALIGNMENT = 256
-"""Alignment promised by `Scratch` [bytes]."""
+"""Alignment promised by `launch.Scratch` [bytes]."""
 
 
-def place_pieces(pieces: Sequence[tuple[int, int, int]]) -> tuple[int, list[int]]:
+def place_pieces(pieces: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
     """Return the total size of scratch [bytes], and the offset of each piece.
 
     Args:
@@ -35,19 +32,3 @@ def place_pieces(pieces: Sequence[tuple[int, int, int]]) -> tuple[int, list[int]
         for step in range(first, last + 1):
             live[step].append(number)
     return total, offsets
-
-
-def place(steps: Sequence[Iterable[Mem | int | float]]) -> tuple[int, dict[Scratch, int]]:
-    """Return the total size of scratch [bytes], and the offset of each piece.
-
-    Args:
-        steps: The arguments of each step, in order of execution.
-    """
-    uses: dict[Scratch, list[int]] = {}
-    for now, args in enumerate(steps):
-        for arg in args:
-            buffer = getattr(arg, "buffer", None)
-            if isinstance(buffer, Scratch):
-                uses.setdefault(buffer, [now, now])[1] = now
-    total, offsets = place_pieces([(piece.nbytes, first, last) for piece, (first, last) in uses.items()])
-    return total, dict(zip(uses, offsets, strict=True))

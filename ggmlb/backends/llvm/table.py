@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.common.kinds import ALIGNED, Item, Operands
+from ggmlb.backends.common.kinds import ALIGNED, Item, Operands, operands_of
 from ggmlb.backends.llvm.lowering import lower
 from ggmlb.backends.llvm.lowering.steps import NOTHING, NUMBER, OPERANDS, Lowered, Steps, symbol
 from ggmlb.core.tensor import Tensor
@@ -69,16 +69,17 @@ class Table:
         self._made: Made | None = None
         self.errors = aligned_empty(64).view(np.int64)  # as the addresses of all slots are
         self.errors[:] = 0
-        self._operands = operands = Operands(items, self._kinds, self._starts_of)
+        tensors_of = [operands_of(item) for item in items]
+        self._operands = operands = Operands(tensors_of, self._kinds, self._starts_of)
         found: list[Lowered] = []
         flat: list[int] = []
         n = len(operands.addresses)
-        for item, tensors in zip(items, operands.tensors, strict=True):
+        for item, tensors in zip(items, tensors_of, strict=True):
             numbers = list(map(operands.numbers.__getitem__, tensors))
             found.append(self._lowered(item, tensors, numbers) if tensors else NOTHING)
             flat += (n, n + 1, n + 2, n + 3, *numbers)
         places = np.array(flat, np.int64)
-        sizes = np.array([OPERANDS + len(tensors) for tensors in operands.tensors], np.int64)
+        sizes = np.array([OPERANDS + len(tensors) for tensors in tensors_of], np.int64)
         slots = np.array([*operands.addresses, *self._memory(found)], np.int64)[places]
         self._bind(found, sizes, slots & ~ALIGNED)
         # Only what is run stays: the stream owns its plans, and must not be kept alive by them.

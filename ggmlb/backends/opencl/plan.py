@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu import Launch, lower, lower_group, packed_args
-from ggmlb.backends.gpu.kinds import Bound
+from ggmlb.backends.gpu.kinds import Bound, Prepared
 from ggmlb.backends.gpu.scratch import place_pieces
 from ggmlb.backends.gpu.source import offset_words
 from ggmlb.backends.opencl.program import ProgramKey
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyopencl as cl
 
     from ggmlb.backends.common.kinds import Item
-    from ggmlb.backends.gpu import Kernel, Target
+    from ggmlb.backends.gpu import Target
     from ggmlb.backends.opencl.backend import OpenClBackend
     from ggmlb.backends.opencl.buffer import OpenClBuffer
 
@@ -51,26 +51,31 @@ class OpenClLowering(NamedTuple):
 
     target: Target
 
-    def lower(self, item: Item) -> list[Launch]:
+    def lower(self, item: Item, ready: Collection[tuple[Tensor, str]]) -> tuple[list[Launch], Prepared]:
         """As `Lowering.lower`."""
-        return lower_group(item, self.target) if isinstance(item, Group) else lower(item, self.target)
+        target = self.target
+        return lower_group(item, target) if isinstance(item, Group) else lower(item, target), {}
 
-    def step(self, launch: Launch, slots: tuple[int, ...]) -> LaunchKind:
+    def step(self, request: Launch, slots: tuple[int, ...]) -> LaunchKind:
         """As `Lowering.step`."""
-        (x, y, z), wg = launch.groups, launch.wg
-        key = launch.kernel, launch.defines, wg, self.target.on_cpu
+        (x, y, z), wg = request.groups, request.wg
+        key = request.kernel, request.defines, wg, self.target.on_cpu
         return LaunchKind(key, (x * wg, y, z), (wg, 1, 1), slots)
 
-    def block(self, launch: Launch) -> bytes:
+    def mems(self, request: Launch) -> Sequence[Mem]:
+        """As `Lowering.mems`."""
+        return [arg for arg in request.args if isinstance(arg, Mem)]
+
+    def block(self, request: Launch) -> bytes:
         """As `Lowering.block`."""
         rest: list[float] = []
-        for arg in launch.args:
+        for arg in request.args:
             rest += (arg.offset, *arg.ne, *arg.nb) if isinstance(arg, Mem) else (arg,)
-        return packed_args(launch.kernel).pack(*rest)
+        return packed_args(request.kernel).pack(*rest)
 
-    def address_words(self, kernel: Kernel) -> Sequence[int]:
+    def address_words(self, request: Launch) -> Sequence[int]:
         """As `Lowering.address_words`."""
-        return offset_words(kernel)
+        return offset_words(request.kernel)
 
 
 class Stage(NamedTuple):
@@ -93,15 +98,14 @@ class OpenClPlan(GraphPlan):
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
-        items: list[Item] = []
-        products: list[tuple[int, RowSplitProduct]] = []
-        for item in fuse(graph, backend.can_fuse):
-            if isinstance(item, Tensor) and is_split(item) and not item.is_empty:
-                products.append((len(items), RowSplitProduct(item, backend, backend.helpers)))
-            else:
-                items.append(item)
+        items = fuse(graph, backend.can_fuse)
+        products = {
+            i: RowSplitProduct(item, backend, backend.helpers)
+            for i, item in enumerate(items)
+            if _is_apart(item)
+        }
         target, programs = backend.target, backend.device.programs
-        bound = Bound(items, backend.device.kinds, OpenClLowering(target), target)
+        bound = Bound(items, backend.device.kinds, OpenClLowering(target), target, _is_apart)
         self.results = bound.results
         loans = programs.borrow([step.key for step in bound.steps])
         self._give_back = weakref.finalize(self, programs.give_back, loans)
@@ -115,13 +119,13 @@ class OpenClPlan(GraphPlan):
         )
         with cl_errors("set the arguments of kernels", device=backend.name):
             self.steps = _with_arguments(bound, [kernel for _, kernel in loans])
-        buffers: dict[int, Any] = {id(b): b for _, product in products for b in product.buffers}
+        buffers: dict[int, Any] = {id(b): b for product in products.values() for b in product.buffers}
         buffers.update((id(b), b) for b in bound.memory if b is not None)
         self.buffers: list[OpenClBuffer] = list(buffers.values())
         ends = [0, *accumulate(bound.n_steps)]
         self.stages: list[Stage] = []
         start = 0
-        for number, product in products:
+        for number, product in products.items():
             self.stages.append(Stage(self.steps[start : ends[number]], product))
             start = ends[number]
         self.stages.append(Stage(self.steps[start:], None))
@@ -137,6 +141,11 @@ class OpenClPlan(GraphPlan):
         self.results = []
         self.buffers = []
         self._give_back()
+
+
+def _is_apart(item: Item) -> TypeGuard[Tensor]:
+    """Whether a node is a product with a split weight, which several devices compute."""
+    return isinstance(item, Tensor) and is_split(item) and not item.is_empty
 
 
 def _with_arguments(bound: Bound[LaunchKind], kernels: Sequence[cl.Kernel]) -> list[Step]:

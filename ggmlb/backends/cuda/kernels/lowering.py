@@ -1,12 +1,12 @@
 """Lowering of nodes to CUDA-only kernels and cuBLAS where suitable, else to portable kernels.
 
-Converted activations of a product (8 bits, or the weights' type) are reused by later products with the
-same input, until it is overwritten.
+Converted activations of a product (8 bits, or the weights' type) may serve later products with the same input
+(`gpu.kinds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from ggmlb.backends.common.fusion import Group
@@ -14,8 +14,8 @@ from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import attention, products
 from ggmlb.backends.gpu import Launch, Target, can_fuse, declines, lower, lower_group
+from ggmlb.backends.gpu.kinds import Prepared
 from ggmlb.core.enums import NO_OPS, Op
-from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 
 Step: TypeAlias = Launch | Gemm
@@ -32,36 +32,36 @@ MAX_GROUPS = 65535
 
 
 class Lowering:
-    """Lowers the nodes of one plan, in the order in which they run.
+    """Lowers nodes and groups, each by itself.
 
     Attributes:
         target: How work is split on the card.
         capability: Compute capability times ten: 90 for 9.0.
         blas: Whether products may be left to cuBLAS.
+        ready: Forms of tensors that are there already, so that no steps need make them.
+        prepared_forms: Forms of tensors that the last item reads.
     """
 
     def __init__(self, target: Target, capability: int, blas: bool = True) -> None:
         self.target = target
         self.capability = capability
         self.blas = blas
-        self._prepared: dict[tuple[int, str], tuple[Tensor, tuple[Mem, ...]]] = {}
+        self.ready: Collection[tuple[Tensor, str]] = ()
+        self.prepared_forms: Prepared = {}
 
     def lower(self, node: Tensor) -> list[Step]:
         """Return the steps that compute a node that is not declined; none for views and empty results."""
         if node.op in NO_OPS or node.is_empty:
             return []
+        self.prepared_forms = {}
         fast = self.fast(node)
-        steps: list[Step] = [*lower(node, self.target)] if fast is None else fast
-        self.wrote(node)
-        return steps
+        return [*lower(node, self.target)] if fast is None else fast
 
     def lower_group(self, group: Group) -> list[Step]:
         """Return the steps that compute a group of nodes that is taken."""
+        self.prepared_forms = {}
         fast = self.fast_group(group)
-        steps: list[Step] = [*lower_group(group, self.target)] if fast is None else fast
-        for node in group.nodes:  # results that are left out may hold what comes between
-            self.wrote(node)
-        return steps
+        return [*lower_group(group, self.target)] if fast is None else fast
 
     def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once, and faster than one by one.
@@ -84,31 +84,22 @@ class Lowering:
         rule = _FAST_GROUPS.get(group.pattern)
         return _in_grid(None if rule is None else rule(self, group))
 
-    def wrote(self, node: Tensor) -> None:
-        """Discard prepared forms of memory that a node writes; called for every node in order."""
-        if not self._prepared:
-            return
-        written = (node, *(node.sources[i] for i in SPECS[node.op].also_written))
-        for key, (source, _) in list(self._prepared.items()):
-            if any(source.buffer is t.buffer and _overlap(source, t) for t in written):
-                del self._prepared[key]
-
     def prepared(
         self, source: Tensor, form: str, make: Callable[[], tuple[list[Step], tuple[Mem, ...]]]
     ) -> tuple[list[Step], tuple[Mem, ...]]:
-        """Return another form of a tensor's data, and the steps that create it (none if cached).
+        """Return another form of a tensor's data, and the steps that make it (none if it is there).
 
         Args:
             source: The tensor.
             form: The form.
             make: Returns the steps and the place of their result.
         """
-        known = self._prepared.get((id(source), form))
+        known = self.prepared_forms.get((source, form))
         if known is not None:
-            return [], known[1]
+            return [], known
         steps, mems = make()
-        self._prepared[id(source), form] = source, mems
-        return steps, mems
+        self.prepared_forms[source, form] = mems
+        return ([] if (source, form) in self.ready else steps), mems
 
 
 def _in_grid(steps: list[Step] | None) -> list[Step] | None:
@@ -118,7 +109,3 @@ def _in_grid(steps: list[Step] | None) -> list[Step] | None:
     ):
         return None
     return steps
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
