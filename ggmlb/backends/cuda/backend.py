@@ -95,7 +95,8 @@ class CudaBackend(Backend):
 
     def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
-        return can_fuse(group, self.device)
+        device = self.device
+        return device.kinds.fuses(group, lambda g: can_fuse(g, device), device.has_blas)
 
     def graph_optimize(self, graph: Graph) -> None:
         """Move the nodes of fused groups together."""

@@ -90,7 +90,10 @@ class OpenClBackend(Backend):
 
     def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
-        return can_fuse(group, self.target) and not any(map(is_split, group.nodes))
+        target = self.target
+        return self.device.kinds.fuses(
+            group, lambda g: can_fuse(g, target) and not any(map(is_split, g.nodes)), target
+        )
 
     def graph_optimize(self, graph: Graph) -> None:
         """Move the nodes of fused groups together."""
