@@ -10,38 +10,21 @@ from ggmlb.core.errors import ArgumentError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import GraphAllocator
+from ggmlb.testing.memory import TestMemory
 from tests.support.alloc_support import N, f32, graph_of, memory
 
 
-def test_copies_and_dependencies_of_splits() -> None:
-    """A copy is placed at the start of its split; a view without an op keeps what is copied until then."""
+def test_a_view_without_an_op_keeps_what_is_copied_until_then_and_no_longer() -> None:
     ctx = Context()
-    x = f32(ctx)
-    a = ctx.cont(x)
-    others = [ctx.cont(x)]
-    for _ in range(2):
-        others.append(ctx.cont(others[-1]))
+    a = ctx.cont(f32(ctx))
+    others = [ctx.cont(ctx.cont(a.src[0]))]  # type: ignore[arg-type]
     needs_a = Tensor(a.dtype, a.ne, a.nb, src=(a,), view_src=a)
-    copy = Tensor(a.dtype, a.ne)
-    b = ctx.cont(copy)
-    after = [ctx.cont(b)]
-    after.append(ctx.cont(after[-1]))
-    graph = Graph([a, *others, needs_a, copy, b, *after], [x])
-    ids = [0] * 5 + [1] * 4
-    with GraphAllocator([memory(), memory()]) as allocator:
-        allocator.alloc_graph_n(graph, ids, [0])
-        assert a.offset not in {t.offset for t in others}
-        assert copy.buffer is b.buffer is not a.buffer
-        assert after[0].offset == copy.offset  # a copy dies like any tensor
-        assert allocator.get_buffer_size(0) == 3 * N
-        assert allocator.get_buffer_size(1) == 2 * N
-
-    # Without the dependency, `a` would be gone; after it, it is.
-    late = [ctx.cont(b), ctx.cont(b)]
-    graph = Graph([a, *others, needs_a, copy, b, *late], [x])
+    late = [ctx.cont(others[0]), ctx.cont(others[0])]
+    graph = Graph([a, others[0].src[0], *others, needs_a, *late], [a.src[0]])  # type: ignore[list-item]
     with GraphAllocator(memory()) as allocator:
         allocator.alloc_graph(graph)
-        assert a.offset in {t.offset for t in (b, *late)}
+        assert a.offset not in {t.offset for t in others}
+        assert a.offset in {t.offset for t in late}
 
 
 def test_a_tensor_may_be_leaf_and_node() -> None:
@@ -107,13 +90,6 @@ def test_the_kind_of_memory_is_chosen_per_tensor() -> None:
         assert all(t.buffer is not None and t.buffer.usage is BufferUsage.COMPUTE for t in (x, y, a, b))
 
 
-def test_the_kind_of_memory_of_a_view_does_not_matter_where_there_is_one() -> None:
-    ctx = Context()
-    graph = graph_of(ctx.cont(ctx.view_1d(ctx.cont(f32(ctx)), 8)))
-    with GraphAllocator(memory()) as allocator:
-        assert allocator.reserve_n_size(graph, [0, 99, 0], [0]) == allocator.reserve_n_size(graph)
-
-
 @pytest.mark.parametrize(
     ("node_ids", "leaf_ids", "match"),
     [
@@ -136,3 +112,20 @@ def test_buffer_ids_that_do_not_fit_are_refused(
             allocator.get_buffer_size(2)
     with pytest.raises(ArgumentError, match="at least one"):
         GraphAllocator([])
+
+
+def test_buffer_types_say_what_a_tensor_takes() -> None:
+    class Padded(TestMemory):
+        def alloc_size(self, tensor: Tensor) -> int:
+            return tensor.nbytes + 1
+
+    ctx = Context()
+    a = ctx.cont(f32(ctx))
+    b = ctx.cont(a)
+    kind = Padded(alignment=N)
+    with GraphAllocator([kind, memory()]) as allocator:
+        allocator.alloc_graph_n(graph_of(b), [0, 1], None)
+        assert allocator.get_buffer_size(0) == 4 * N
+        assert a.offset == 2 * N
+        allocator.alloc_graph(graph_of(b))
+        assert allocator.n_plans == 1

@@ -25,6 +25,14 @@ def test_every_op_has_a_record_with_samples_of_it():
             assert {frozenset(node.params) for node in made} == {frozenset(SPECS[op].params)} or name in more
 
 
+def test_the_ops_that_work_in_place_are_those_of_ggml():
+    expected = """
+        FILL SCALE DIAG_MASK_ZERO DIAG_MASK_INF ADD ADD_ID ADD1 SUB MUL DIV SQR SQRT LOG UNARY ROPE ROPE_BACK
+        SILU_BACK RMS_NORM RMS_NORM_BACK SOFT_MAX SOFT_MAX_BACK
+    """
+    assert {op.value for op, spec in SPECS.items() if spec.inplace} == set(expected.split())
+
+
 def test_the_cpu_runs_every_sample():
     cpu = ggmlb.device_by_name("CPU")
     # ggml.h declares flash_attn_back, but ggml cannot build it.
