@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from ggmlb.backends.cpu import casts
-from ggmlb.core.dtypes import DType, dequantize
+from ggmlb.core.dtypes import DType
 
 HALVES = np.arange(1 << 16, dtype=np.uint16)
 
@@ -23,13 +23,6 @@ def test_every_half_is_read_exactly():
         assert same_bits(out, halves.view(np.float16).astype(np.float32))
 
 
-def test_halves_with_gaps_between_them_are_read():
-    halves = np.arange(24, dtype=np.float16).reshape(4, 6)[:, ::2]
-    out = np.empty((4, 3), np.float32)
-    casts.loader(DType.F16)(out, halves)
-    assert np.array_equal(out, halves)
-
-
 def test_every_bf16_is_read_exactly():
     out = np.empty(HALVES.shape, np.float32)
     casts.loader(DType.BF16)(out, HALVES)
@@ -46,21 +39,6 @@ def test_bf16_is_rounded_to_nearest_even():
     with np.errstate(all="ignore"):
         expected = values.astype(ml_dtypes.bfloat16)
     assert same_bits(out.view(ml_dtypes.bfloat16).astype(np.float32), expected.astype(np.float32))
-
-
-def test_blocks_are_read_and_written():
-    values = np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64)
-    blocks = np.empty((2, DType.Q8_0.row_size(64)), np.uint8)
-    casts.storer(DType.Q8_0)(blocks, values)
-    out = np.empty_like(values)
-    casts.loader(DType.Q8_0)(out, blocks)
-    assert np.array_equal(out, dequantize(blocks, DType.Q8_0))
-    assert np.abs(out - values).max() < 0.005
-
-
-def test_float32_needs_no_conversion():
-    assert casts.loader(DType.F32) is None
-    assert casts.storer(DType.F32) is None
 
 
 def test_numbers_become_integers_as_in_c():

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 
-from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.core.dtypes import DType
 from tests.support.array_program import Program, close
 
@@ -87,19 +86,6 @@ def test_rwkv7_takes_heads_of_any_size(cpu, s):
         expected[:, t] = np.einsum("nhij,nhj->nhi", state, rt)
     close(got[: expected.size].reshape(expected.shape), expected)
     close(got[expected.size :].reshape(state.shape), state)
-
-
-def test_recurrences_give_the_same_over_threads(cpu, monkeypatch):
-    def run():
-        p, (s, h, tokens, n) = Program(), (8, 5, 4, 3)
-        k, v, r, d = (p.leaf((s, h, n * tokens), low=0.1) for _ in range(4))
-        state = p.leaf((s * s * h, n))
-        return p.compute(cpu, p.ctx.rwkv_wkv6(k, v, r, p.leaf((s, h)), d, state))
-
-    alone = run()
-    monkeypatch.setattr(CpuLowering, "parallel_work", 0)
-    monkeypatch.setattr(CpuLowering, "parallel_call", 0)
-    np.testing.assert_array_equal(run(), alone)
 
 
 def test_no_token_leaves_the_state(cpu):
