@@ -171,10 +171,3 @@ def test_after_an_error_of_nccl_the_next_sum_works() -> None:
         "print([t.to_numpy()[0].item() for t in tensors])\n"
     )
     assert told.splitlines() == ["NCCL cannot sum: unhandled system error", "[3.0, 3.0]"]
-
-
-def test_the_sanitizers_tests_are_there() -> None:
-    text = (ROOT / "scripts/sanitize_gpu.sh").read_text(encoding="utf-8")
-    files = re.findall(r"tests/\S+\.py", text)
-    assert files
-    assert all((ROOT / file).is_file() for file in files)

@@ -71,32 +71,3 @@ def test_spills_of_hot_kernels_and_other_figures_are_errors(
     assert lint.complaints("12.9", hot, {"add": {"sm_90": spilling}}) == ["add spills 156 bytes on sm_90"]
     assert lint.complaints("12.9", hot, {"add": {"sm_90": lint.Resources(60)}}) == []
     assert lint.complaints("13.0", {"mul": {"sm_90": lint.Resources(41)}}, other) == []
-
-
-def test_the_table_is_there(lint: ModuleType) -> None:
-    page = lint.TABLE.read_text()
-    assert all(f"| {name} |" in page for name in lint.hot())
-
-
-LISTING = """
-.L_x_1:
-        /*0000*/                   LDG.E.NA.LTC128B.128.CONSTANT R4, desc[UR4][R2.64] ;
-        /*0010*/              @!P0 IDP.4A.S8.S8 R8, R4, R5, R8 ;
-        /*0020*/                   I2F.U16 R9, R8 ;
-        /*0030*/                   LDS.64 R10, [R9] ;
-        /*0040*/               @P0 BRA `(.L_x_1) ;
-        /*0050*/                   EXIT ;
-.L_x_2:
-        /*0060*/                   BRA `(.L_x_2);
-"""
-
-
-def test_loops_of_machine_code_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    sass = import_module("sass")
-    (loop,), n = sass.loops(LISTING)
-    assert n == 5
-    assert loop.busy == {"issue": 5, "memory": 4 * 4 + 4 * 2, "imad": 2, "xu": 8}
-    assert loop.moved == {"LDG 16 once": 16}
-    assert "memory 107 for 16 B: busy 0.22, in flight 8,192" in sass.told(loop, None, 16)
-    assert sass.resident(sass.Resources(113, 9472), 128) == 16

@@ -13,7 +13,7 @@ import pytest
 import ggmlb
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op, RopeType, ScaleFlag, ScaleMode, TensorFlag
+from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import ArgumentError
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.programs import Archive, Case, Spec, Step, compare_bytes, load_cases
@@ -158,37 +158,6 @@ def test_the_reference_agrees_with_itself_and_with_nothing_else(family):
 
 
 # -- building --------------------------------------------------------------------------------------
-
-
-def test_arguments_are_decoded():
-    rope = CASES["rope-normal-inplace"].build()
-    assert rope.tensors["y"].params["mode"] is RopeType.NORMAL
-    assert rope.tensors["y"].src[2] is None
-    modes = [n for c in CASES.values() if c.family == "upscale" for n in c.build().graph.nodes]
-    assert any(n.params["align_corners"] and n.params["mode"] is ScaleMode.BILINEAR for n in modes)
-    case = CASES["interpolate-nearest-0"]
-    step = Step("y", "interpolate", ("$a", 8, 8, 1, 1, "#SCALE_MODE_BILINEAR|SCALE_FLAG_ANTIALIAS"))
-    node = replace(case, steps=(step,), outputs=()).build().tensors["y"]
-    assert node.params["antialias"]
-    assert ScaleFlag.ANTIALIAS == 512
-    clamp = CASES["clamp-f16-1"].build().tensors["y"]
-    assert clamp.params["max"] == float(np.float32(0.2)) != 0.2
-
-
-def test_void_functions_are_applied_before_the_graph_is_built():
-    case = next(c for c in CASES.values() if any(s.fn == "flash_attn_ext_add_sinks" for s in c.steps))
-    built = case.build()
-    sinks = next(s for s in case.steps if s.fn == "flash_attn_ext_add_sinks").args[1][1:]
-    assert built.tensors[sinks] in built.graph.leafs
-    assert built.tensors[sinks] in built.tensors["y"].src
-
-
-def test_writes_come_before_the_reads_that_follow_them():
-    built = CASES["alias-sequence"].build()
-    place = {node: i for i, node in enumerate(built.graph.nodes)}
-    order = [place[built.tensors[s.out]] for s in built.case.steps]
-    assert order == sorted(order)
-    assert any(n.op is Op.CPY for n in built.graph.nodes)
 
 
 def test_leafs_may_be_made_in_a_context_of_their_own():
