@@ -19,6 +19,17 @@ def test_the_smallest_block_that_fits_is_taken_and_the_end_grows_last() -> None:
     assert arena.peaks == [320]
 
 
+def test_a_full_chunk_is_followed_by_another_and_joins_nothing_across() -> None:
+    arena = Arena(64)
+    a, b, c = arena.alloc(64), arena.alloc(32), arena.alloc(64)
+    assert (a, b, c) == (0, 1 << CHUNK_BITS, 2 << CHUNK_BITS)
+    arena.free(a, 64)
+    arena.free(b, 32)
+    assert arena.alloc(32) == 1 << CHUNK_BITS  # fits without growing, exactly
+    assert arena.alloc(64) == a
+    assert arena.peaks == [64, 32, 64]
+
+
 @given(
     limit=st.sampled_from([8, 20, 1 << 40]),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(0, 100)), max_size=80),
