@@ -41,49 +41,29 @@ def check_product(cpu, ctx, a, b):
         assert error <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("n", ROWS)
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_K])
-def test_one_matrix_of_weights(cpu, dtype, n):
-    ctx = Context()
-    check_product(cpu, ctx, ctx.new_tensor(dtype, (256, 90)), ctx.new_tensor(DType.F32, (256, n)))
+F32, F16 = DType.F32, DType.F16
+OPERANDS = {
+    **{f"{t} weights": lambda c, n, t=t: (c.new_tensor(t, (256, 90)), c.new_tensor(F32, (256, n)))
+       for t in (F32, F16, DType.BF16, DType.Q8_0, DType.Q4_K)},
+    **{f"{t} matrices that repeat over a batch": lambda c, n, t=t: (
+        c.new_tensor(t, (32, 20, 2, 3)), c.new_tensor(F32, (32, n, 6, 3)))
+       for t in (F32, F16)},
+    "permuted operands": lambda c, n: [
+        c.permute(c.new_tensor(F32, (32, 4, m, 2)), 0, 2, 1, 3) for m in (20, n)
+    ],
+    "weights with gaps between elements": lambda c, n: (
+        c.permute(c.new_tensor(F32, (4, 32, 20)), 2, 0, 1, 3), c.new_tensor(F32, (32, n, 4))),
+    "activations that BLAS cannot take": lambda c, n: (
+        c.new_tensor(F32, (32, 20, 3)), c.permute(c.new_tensor(F32, (3, 32, n)), 2, 0, 1, 3)),
+    "half precision activations": lambda c, n: (c.new_tensor(F16, (64, 20)), c.new_tensor(F16, (64, n))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("n", ROWS)
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F16])
-def test_matrices_that_repeat_over_a_batch(cpu, dtype, n):
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_products(cpu, operands, n):
     ctx = Context()
-    a, b = ctx.new_tensor(dtype, (32, 20, 2, 3)), ctx.new_tensor(DType.F32, (32, n, 6, 3))
-    check_product(cpu, ctx, a, b)
-
-
-@pytest.mark.parametrize("n", ROWS)
-def test_permuted_operands(cpu, n):
-    ctx = Context()
-    a = ctx.permute(ctx.new_tensor(DType.F32, (32, 4, 20, 2)), 0, 2, 1, 3)
-    b = ctx.permute(ctx.new_tensor(DType.F32, (32, 4, n, 2)), 0, 2, 1, 3)
-    check_product(cpu, ctx, a, b)
-
-
-@pytest.mark.parametrize("n", ROWS)
-def test_weights_with_gaps_between_elements(cpu, n):
-    ctx = Context()
-    a = ctx.permute(ctx.new_tensor(DType.F32, (4, 32, 20)), 2, 0, 1, 3)
-    assert (a.ne, a.nb[:3]) == ((32, 20, 4, 1), (16, 512, 4))
-    check_product(cpu, ctx, a, ctx.new_tensor(DType.F32, (32, n, 4)))
-
-
-@pytest.mark.parametrize("n", ROWS)
-def test_activations_that_blas_cannot_take(cpu, n):
-    ctx = Context()
-    b = ctx.permute(ctx.new_tensor(DType.F32, (3, 32, n)), 2, 0, 1, 3)
-    assert b.ne == (32, n, 3, 1)
-    check_product(cpu, ctx, ctx.new_tensor(DType.F32, (32, 20, 3)), b)
-
-
-@pytest.mark.parametrize("n", ROWS)
-def test_half_precision_activations(cpu, n):
-    ctx = Context()
-    check_product(cpu, ctx, ctx.new_tensor(DType.F16, (64, 20)), ctx.new_tensor(DType.F16, (64, n)))
+    check_product(cpu, ctx, *OPERANDS[operands](ctx, n))
 
 
 def test_a_chain_of_products_and_functions_runs_by_tiles(cpu):

@@ -38,7 +38,7 @@ def test_reasons_name_the_operand() -> None:
     assert "x (transposed)" in why
     assert "apply cont" in why
     double = ctx.new_tensor(DType.F64, (8,), "u")
-    assert declines(ctx.relu(double)) == "src0 ('u') is f64: only f32, f16 and bf16"
+    assert declines(ctx.relu(double)) == "src0 ('u') is f64: only f32, f16 and bf16; cast it to f32"
     custom = ctx.map_custom1(x, lambda *_: None, 1, None)
     assert declines(custom) == "no kernel for MAP_CUSTOM1"
 
