@@ -19,19 +19,6 @@ def lint(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return import_module("lint_cuda")
 
 
-def test_a_kernel_that_is_not_cuda_is_told_with_the_compilers_words(lint: ModuleType) -> None:
-    right = (kernels()["rms_norm"], (("a_STEP", "4"), ("a_T", "f32"), ("d_STEP", "4"), ("d_T", "f32")), 128)
-    _, why, taken = lint.compiled(lint.Nvrtc(), right, "sm_75")
-    assert why == ""
-    assert taken.registers > 8
-    assert taken.spilled == 0
-    kernel, defines, wg = right
-    broken = (kernel, (*defines[:-1], ("d_T", "no_such_type")), wg)
-    name, why, _ = lint.compiled(lint.Nvrtc(), broken, "sm_75")
-    assert name == "rms_norm"
-    assert "error" in why
-
-
 def test_it_reaches_every_kernel(lint: ModuleType) -> None:
     assert {kernel.name for kernel, *_ in lint.variants()} == set(kernels())
     assert {"q4_0_x8", "q8_0_x8"} <= {dict(defines).get("a_T") for _, defines, _ in lint.variants()}
