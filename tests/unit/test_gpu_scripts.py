@@ -45,6 +45,23 @@ def test_the_benchmark_of_a_card_runs_every_section(tmp_path: Path) -> None:
     assert "0 sections failed, 0 left out" in done.stdout
 
 
+def test_the_benchmark_runs_every_section_and_writes_its_figures(tmp_path: Path) -> None:
+    done = python(str(ROOT / "benchmarks/gpu.py"), "--smoke", "--device", "CPU", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 sections failed, 0 left out" in done.stdout
+    (page,) = tmp_path.glob("gpu-*.md")
+    text = page.read_text()
+    assert "these figures mean nothing" in text
+    rows = ("copy to device, pageable", "rms_norm", "mul_mat(q6_k,f32;n=1)", "get_rows(q4_0)", "prefill")
+    assert all(row in text for row in (*rows, "MiniLM, batch 1", "decode step"))
+
+
+def test_the_benchmark_tells_of_a_missing_card() -> None:
+    done = python(str(ROOT / "benchmarks/gpu.py"), "--device", "CUDA77")
+    assert done.returncode == 2
+    assert "nothing was measured" in done.stdout
+
+
 REG = """
 import numpy as np
 from tests.support.played_cupy import HOST

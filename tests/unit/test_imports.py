@@ -53,18 +53,6 @@ def test_import_loads_numpy_and_nothing_heavier(record_property: pytest.RecordPr
     record_property("import_s", told["took_s"])
 
 
-def test_import_reads_few_annotations() -> None:
-    modules_after("""
-import ggmlb
-from ggmlb.core import arguments
-read = arguments._kind.cache_info
-n = read().currsize
-assert n < 10  # of 450 functions
-ggmlb.Context().new_tensor("f32", (1,))
-assert read().currsize > n
-""")
-
-
 def test_the_cpu_needs_no_other_backend() -> None:
     told = modules_after("import ggmlb; ggmlb.init_by_name('CPU').free()")
     assert not {"cupy", "pyopencl"} & set(told["top"])
