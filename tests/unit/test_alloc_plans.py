@@ -220,3 +220,6 @@ def test_hooks_see_every_tensor_once_from_a_clean_state(monkeypatch: pytest.Monk
         seen.clear()
         allocator.alloc_graph(graph_of(y))
         assert seen == []
+        y.buffer = None  # one that moves resets the memory of all
+        allocator.alloc_graph(graph_of(y))
+        assert (seen[0], sorted(seen[1:])) == ("reset", ["view of x", "x", "y"])
