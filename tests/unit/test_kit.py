@@ -27,7 +27,7 @@ from ggmlb.testing.about import About, facts_of
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.claims import claims_not_run
 from ggmlb.testing.devices import UnknownDeviceError, device_named, sharded_by_chance
-from ggmlb.testing.forecast import about_minutes
+from ggmlb.testing.forecast import about_minutes, forecast_s
 from ggmlb.testing.formats import JunitReport, as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
 from ggmlb.testing.limits import limit
@@ -169,7 +169,8 @@ def test_ops_are_chosen_in_the_modes_that_have_them():
         selections(ALL, ("ordr",), "", 0)
 
 
-def test_times_are_told_for_people():
+def test_a_forecast_is_told_for_people():
+    assert forecast_s(tasks(device_by_name("CPU"), Selection(ops=("abs", "neg")))) > 0 == forecast_s([])
     told = [about_minutes(60 * m) for m in (0.2, 1, 12.3, 150)]
     assert told == ["less than a minute", "about 1 minute", "about 12 minutes", "about 2.5 hours"]
 
@@ -227,6 +228,16 @@ def test_perf_of_a_device_without_copy_or_product_has_no_limit(capsys):
     told = capsys.readouterr().out
     assert "% of" not in told
     assert "Measured limits: none" in told
+
+
+def test_perf_skips_what_a_memory_does_not_take():
+    from ggmlb.testing import perf
+
+    cpu = device_by_name("CPU")
+    (case,) = (c for c in perf.CASES if c.id == "get_rows(f16)")
+    result = perf.measure(cpu, case.within("CPU_F32"), perf.Rates(1.0, {}))
+    assert result.outcome is Outcome.SKIPPED
+    assert "CPU_F32" in result.reason
 
 
 def test_meta_devices_have_names():
