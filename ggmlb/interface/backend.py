@@ -25,8 +25,9 @@ from ggmlb.core.errors import (
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface.data import Pieces, as_bytes, first_bytes, writable_bytes
-from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
+from ggmlb.interface.data import Pieces
+from ggmlb.interface.observe import Action, observers, reading, writing
+from ggmlb.interface.transfer import move
 from ggmlb.interface.turns import Turns
 from ggmlb.system import log
 
@@ -212,14 +213,8 @@ class Backend(Freeable):
 
         Source: ggml_backend_tensor_set_async.
         """
-        buffer = tensor.placed("set_tensor_async")
-        raw = first_bytes("set_tensor_async", tensor, data, size)
-        offset, n = buffer.check_range(tensor, "set_tensor_async", offset, raw.size)
-        if n:
-            buffer.check_writable("set_tensor_async", tensor)
-            written = [writing(tensor, offset, n)] if observers else []
-            with Action("set_tensor_async", self, written, data=raw) if observers else QUIET:
-                self._set_tensor_async(tensor, raw, offset)
+        call = "set_tensor_async"
+        move(call, True, tensor.placed(call), tensor, data, offset, self._set_tensor_async, self, size)
 
     def get_tensor_async(self, tensor: Tensor, data: npt.NDArray[Any], offset: int = 0) -> None:
         """Queue a read of raw bytes of a tensor, from `offset` on, into the array `data`.
@@ -233,13 +228,8 @@ class Backend(Freeable):
 
         Source: ggml_backend_tensor_get_async.
         """
-        buffer = tensor.placed("get_tensor_async")
-        raw = writable_bytes("get_tensor_async", data)
-        offset, n = buffer.check_range(tensor, "get_tensor_async", offset, raw.size)
-        if n:
-            read = [reading(tensor, offset, n)] if observers else []
-            with Action("get_tensor_async", self, read, data=raw) if observers else QUIET:
-                self._get_tensor_async(tensor, raw, offset)
+        call = "get_tensor_async"
+        move(call, False, tensor.placed(call), tensor, data, offset, self._get_tensor_async, self)
 
     def set_tensor_2d_async(
         self,
@@ -252,10 +242,9 @@ class Backend(Freeable):
         stride_data: int,
     ) -> None:
         """Queue a strided write; see `Buffer.set_tensor_2d` (ggml_backend_tensor_set_2d_async)."""
-        buffer = tensor.placed("set_tensor_2d_async")
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
-        hook = self._set_tensor_2d_async
-        buffer.move_pieces("set_tensor_2d_async", writing, tensor, as_bytes(data), pieces, hook, self)
+        call = "set_tensor_2d_async"
+        move(call, True, tensor.placed(call), tensor, data, pieces, self._set_tensor_2d_async, self)
 
     def get_tensor_2d_async(
         self,
@@ -268,11 +257,9 @@ class Backend(Freeable):
         stride_data: int,
     ) -> None:
         """Queue a strided read; see `Buffer.get_tensor_2d` (ggml_backend_tensor_get_2d_async)."""
-        buffer = tensor.placed("get_tensor_2d_async")
-        raw = writable_bytes("get_tensor_2d_async", data)
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
-        hook = self._get_tensor_2d_async
-        buffer.move_pieces("get_tensor_2d_async", reading, tensor, raw, pieces, hook, self)
+        call = "get_tensor_2d_async"
+        move(call, False, tensor.placed(call), tensor, data, pieces, self._get_tensor_2d_async, self)
 
     def cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         """Queue a copy from another backend to this one, ordered after the work queued on both.
@@ -285,12 +272,10 @@ class Backend(Freeable):
         Source: cpy_tensor_async of ggml_backend_i.
         """
         dst.placed("cpy_tensor_async").check_writable("cpy_tensor_async", dst)
-        if not observers:
-            return self._cpy_tensor_async(backend_src, src, dst)
-        moved = [reading(src), writing(dst)]
-        with Action("cpy_tensor_async", self, moved, source=backend_src) as action:
-            action.done = self._cpy_tensor_async(backend_src, src, dst)
-        return action.done
+        if observers:
+            action = Action("cpy_tensor_async", self, [reading(src), writing(dst)], source=backend_src)
+            return action.run(self._cpy_tensor_async, backend_src, src, dst)
+        return self._cpy_tensor_async(backend_src, src, dst)
 
     def copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
         """Queue a copy ordered only by this backend's own work.
@@ -304,11 +289,10 @@ class Backend(Freeable):
         Source: the copy that ggml's backends queue on the source's stream in cpy_tensor_async.
         """
         dst.placed("copy_on_stream").check_writable("copy_on_stream", dst)
-        if not observers:
-            return self._copy_on_stream(src, dst)
-        with Action("copy_on_stream", self, [reading(src), writing(dst)]) as action:
-            action.done = self._copy_on_stream(src, dst)
-        return action.done
+        if observers:
+            action = Action("copy_on_stream", self, [reading(src), writing(dst)])
+            return action.run(self._copy_on_stream, src, dst)
+        return self._copy_on_stream(src, dst)
 
     def synchronize(self) -> None:
         """Block until all queued work is done (ggml_backend_synchronize).
@@ -316,10 +300,9 @@ class Backend(Freeable):
         Raises:
             BackendError: Queued work failed.
         """
-        if not observers:
-            return self._synchronize()
-        with Action("synchronize", self):
-            return self._synchronize()
+        if observers:
+            return Action("synchronize", self).run(self._synchronize)
+        return self._synchronize()
 
     def is_aborted(self) -> bool:
         """Ask the abort callback, if there is one, whether the computation should stop.
@@ -346,10 +329,9 @@ class Backend(Freeable):
                 f"{self.device.name}; create the event with the backend's own device"
             )
         event.is_recorded = True
-        if not observers:
-            return self._event_record(event)
-        with Action("event_record", self, event=event):
-            return self._event_record(event)
+        if observers:
+            return Action("event_record", self, event=event).run(self._event_record, event)
+        return self._event_record(event)
 
     def event_wait(self, event: Event) -> None:
         """Let later work wait for the event, of any device (ggml_backend_event_wait).
@@ -358,10 +340,9 @@ class Backend(Freeable):
             FreedError: The event was freed.
         """
         event.check_alive("event_wait")
-        if not observers:
-            return self._event_wait(event)
-        with Action("event_wait", self, event=event):
-            return self._event_wait(event)
+        if observers:
+            return Action("event_wait", self, event=event).run(self._event_wait, event)
+        return self._event_wait(event)
 
     # -- timing --------------------------------------------------------------------------------
 
@@ -471,7 +452,7 @@ class Backend(Freeable):
     def _plan_part(self, graph: Graph) -> GraphPlan:
         self.check_alive("graph_plan_create")
         self._check_graph(graph)
-        with Action("graph_plan_create", self) if observers else QUIET:
+        with Action("graph_plan_create", self):
             try:
                 with log.timed("plans", log.DEBUG, "%s: plan of %d nodes", self.name, len(graph)):
                     return self._plan(graph)
@@ -483,12 +464,9 @@ class Backend(Freeable):
     def _compute_part(self, plan: GraphPlan) -> Status:
         self._check_plan(plan, "graph_plan_compute")
         try:
-            if not observers:
-                return self._compute(self._current(plan))
-            with Action(
-                "graph_plan_compute", self, plan=plan
-            ):  # observers first: a sanitizer has more to say
-                return self._compute(self._current(plan))
+            if observers:  # before a new plan, whose checks say less than a sanitizer
+                return Action("graph_plan_compute", self, plan=plan).run(self._compute_current, plan)
+            return self._compute_current(plan)
         except MemoryError as error:
             raise self._no_scratch("graph_plan_compute", error) from None
 
@@ -504,8 +482,8 @@ class Backend(Freeable):
             total=total,
         )
 
-    def _current(self, plan: GraphPlan) -> GraphPlan:
-        """Return the current plan, lowered again if its tensors have changed."""
+    def _compute_current(self, plan: GraphPlan) -> Status:
+        """Compute the current plan, lowered again if its tensors have changed."""
         current = plan.current
         if not current.is_up_to_date():
             graph = plan.graph()
@@ -513,7 +491,7 @@ class Backend(Freeable):
             outdated, current = current, self._plan(graph)
             plan.replace(current)
             self._plan_free(outdated)
-        return current
+        return self._compute(current)
 
     def _free_part(self, plan: GraphPlan) -> None:
         self._check_plan(plan, "graph_plan_free")

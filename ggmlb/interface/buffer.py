@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from ggmlb.core.arguments import named
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage, as_enum
-from ggmlb.core.errors import AllocationError, ArgumentError, BackendError, BoundsError, ShapeError
+from ggmlb.core.errors import ArgumentError, BackendError, BoundsError, ShapeError
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Ne, Tensor
-from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, whole_bytes, writable_bytes
-from ggmlb.interface.observe import QUIET, Access, Action, observers, reading, writing
+from ggmlb.interface.data import NEW, Bytes, Pieces, Source, whole_bytes
+from ggmlb.interface.observe import Access, Action, observers, reading, writing
+from ggmlb.interface.transfer import move, tensor_copy
 
 if TYPE_CHECKING:
-    from ggmlb.interface.backend import Backend
     from ggmlb.interface.buffer_type import BufferType
 
 
@@ -148,12 +148,7 @@ class Buffer(Freeable):
 
         Source: ggml_backend_tensor_set.
         """
-        raw = first_bytes("set_tensor", tensor, data, size)
-        offset, n = self.check_range(tensor, "set_tensor", offset, raw.size)
-        if n:
-            self.check_writable("set_tensor", tensor)
-            with Action("set_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
-                self._set_tensor(tensor, raw, offset)
+        move("set_tensor", True, self, tensor, data, offset, self._set_tensor, None, size)
 
     def get_tensor(
         self, tensor: Tensor, offset: int = 0, size: int | None = None, out: Bytes | None = None
@@ -173,22 +168,8 @@ class Buffer(Freeable):
 
         Source: ggml_backend_tensor_get.
         """
-        if out is not None:
-            out = writable_bytes("get_tensor", out)
-            size = out.size if size is None else size
-        offset, n = self.check_range(tensor, "get_tensor", offset, size)
-        if out is None:
-            try:
-                out = np.empty(n, np.uint8)
-            except MemoryError as error:
-                why = f"get_tensor on {tensor.describe()}: {error}; read it in parts"
-                raise AllocationError(why, asked=n) from None
-        elif out.size != n:
-            raise BoundsError(f"get_tensor on {tensor.describe()}: {n} bytes asked for, `out` has {out.size}")
-        if n:
-            with Action("get_tensor", None, [reading(tensor, offset, n)]) if observers else QUIET:
-                self._get_tensor(tensor, out, offset)
-        return out
+        data = NEW if out is None else out
+        return move("get_tensor", False, self, tensor, data, offset, self._get_tensor, None, size)
 
     def memset_tensor(self, tensor: Tensor, value: int, offset: int = 0, size: int | None = None) -> None:
         """Set `size` bytes of a tensor to `value` (ggml_backend_tensor_memset).
@@ -202,8 +183,11 @@ class Buffer(Freeable):
         _check_byte("memset_tensor", value)
         if n:
             self.check_writable("memset_tensor", tensor)
-            with Action("memset_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
-                self._memset_tensor(tensor, value, offset, n)
+            if observers:
+                start = tensor.offset + offset
+                action = Action("memset_tensor", None, [Access(self, start, start + n, True, tensor)])
+                return action.run(self._memset_tensor, tensor, value, offset, n)
+            self._memset_tensor(tensor, value, offset, n)
 
     def set_tensor_2d(
         self,
@@ -224,7 +208,7 @@ class Buffer(Freeable):
         Source: ggml_backend_tensor_set_2d.
         """
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
-        self.move_pieces("set_tensor_2d", writing, tensor, as_bytes(data), pieces, self._set_tensor_2d)
+        move("set_tensor_2d", True, self, tensor, data, pieces, self._set_tensor_2d)
 
     def get_tensor_2d(
         self,
@@ -245,9 +229,8 @@ class Buffer(Freeable):
 
         Source: ggml_backend_tensor_get_2d.
         """
-        raw = writable_bytes("get_tensor_2d", data)
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
-        self.move_pieces("get_tensor_2d", reading, tensor, raw, pieces, self._get_tensor_2d)
+        move("get_tensor_2d", False, self, tensor, data, pieces, self._get_tensor_2d)
 
     def cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         """Copy `src`, in any buffer, to `dst` in this one, if a direct copy is possible.
@@ -258,16 +241,12 @@ class Buffer(Freeable):
         Source: ggml_backend_buffer_copy_tensor.
         """
         self.check_writable("cpy_tensor", dst)
-        if not observers:
-            return self._cpy_tensor(src, dst)
-        with Action("cpy_tensor", None, [reading(src), writing(dst)]) as action:
-            action.done = self._cpy_tensor(src, dst)
-        return action.done
+        if observers:
+            return Action("cpy_tensor", None, [reading(src), writing(dst)]).run(self._cpy_tensor, src, dst)
+        return self._cpy_tensor(src, dst)
 
     def tensor_copy(self, src: Tensor, dst: Tensor) -> None:
         """Copy a tensor in this buffer; see `ggmlb.tensor_copy` (ggml_backend_tensor_copy)."""
-        from ggmlb.interface.transfer import tensor_copy
-
         tensor_copy(src, dst)
 
     def init_tensor(self, tensor: Tensor) -> None:
@@ -284,9 +263,9 @@ class Buffer(Freeable):
         _check_byte("clear", value)
         if self.size:
             self.check_writable("clear")
-            everything = [Access(self, 0, self.size, is_write=True, tensor=None)] if observers else []
-            with Action("clear", None, everything) if observers else QUIET:
-                self._clear(value)
+            if observers:
+                return Action("clear", None, [Access(self, 0, self.size, True, None)]).run(self._clear, value)
+            self._clear(value)
 
     def reset(self) -> None:
         """Discard the preparations of `init_tensor` (ggml_backend_buffer_reset)."""
@@ -298,7 +277,7 @@ class Buffer(Freeable):
         Raises:
             FreedError: The buffer was freed before.
         """
-        with Action("free", buffer=self) if observers else QUIET:
+        with Action("free", buffer=self):
             self.is_freed = True
             placement_clock.tick()  # plans that use the memory must notice
             self._free()
@@ -329,8 +308,7 @@ class Buffer(Freeable):
     def exported(self, tensor: Tensor, call: str) -> Any:
         """As `as_array`, for an array protocol, whose caller may read immediately: waits for queued work."""
         if observers:
-            with Action(call, None, [reading(tensor)]):
-                return self.as_array(tensor)
+            return Action(call, None, [reading(tensor)]).run(self.as_array, tensor)
         return self.as_array(tensor)
 
     # -- checks --------------------------------------------------------------------------------
@@ -343,7 +321,8 @@ class Buffer(Freeable):
             ShapeError: It is a transposed view of blocks.
             FreedError: The buffer was freed.
         """
-        self.check_alive(call)
+        if self.is_freed:
+            self.check_alive(call)
         if tensor.dtype.is_quantized and not tensor.has_whole_blocks():
             raise ShapeError(
                 f"{call} on {tensor.describe()}: a transposed view cuts the {tensor.dtype} blocks of rows; "
@@ -389,55 +368,6 @@ class Buffer(Freeable):
                 f"but the tensor has {tensor.nbytes}"
             )
         return offset, n
-
-    def move_pieces(
-        self,
-        call: str,
-        access: Callable[[Tensor, int, int], Access],
-        tensor: Tensor,
-        data: Bytes,
-        pieces: Pieces,
-        hook: Callable[[Tensor, Bytes, Pieces], None],
-        stream: Backend | None = None,
-    ) -> None:
-        """Do a strided transfer of a tensor in this buffer by `hook`, synchronously or on a stream.
-
-        Args:
-            call: The public method, for errors and observers.
-            access: Access to each piece of the tensor: `reading` or `writing`.
-            tensor: A tensor in this buffer.
-            data: The host array, flat.
-            pieces: The pieces to move.
-            hook: Moves them; not called for empty transfers.
-            stream: The stream it is queued on; `None` if it is done when `hook` returns.
-
-        Raises:
-            ArgumentError: A number is not whole, or the tensor is in another buffer.
-            BoundsError: A piece ends beyond the tensor or the data.
-            FreedError: The buffer was freed.
-        """
-        self.check_holds(tensor, call)
-        pieces = Pieces(*(whole_bytes(call, tensor, number) for number in pieces))
-        if min(pieces) < 0:
-            raise BoundsError(
-                f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
-            )
-        if not pieces.n:
-            return
-        last = pieces.n - 1
-        self.check_range(tensor, call, pieces.offset, last * pieces.stride_tensor + pieces.size)
-        needed = last * pieces.stride_data + pieces.size
-        if needed > data.size:
-            raise BoundsError(
-                f"{call} on {tensor.describe()}: the data has {data.size} bytes, {needed} are needed"
-            )
-        if pieces.size:
-            if access is writing:
-                self.check_writable(call, tensor)
-            moved = [access(tensor, start, pieces.size) for start in pieces.starts()] if observers else []
-            used = None if stream is None else data
-            with Action(call, stream, moved, data=used) if observers else QUIET:
-                hook(tensor, data, pieces)
 
     @property
     def _title(self) -> str:
@@ -560,19 +490,12 @@ class MultiBuffer(PartedBuffer):
         """The base of the first part."""
         return self.parts[0].base
 
-    def _no_tensors(self, tensor: Tensor) -> ArgumentError:
-        return ArgumentError(
+    def _refuse(self, tensor: Tensor, *where: Any, **named: Any) -> NoReturn:
+        raise ArgumentError(
             f"{tensor.describe()} is not in the MultiBuffer but in one of its parts; use its `buffer`"
         )
 
-    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        raise self._no_tensors(tensor)
-
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        raise self._no_tensors(tensor)
-
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        raise self._no_tensors(tensor)
+    _set_tensor = _get_tensor = _memset_tensor = _refuse
 
 
 def _check_byte(call: str, value: int) -> None:

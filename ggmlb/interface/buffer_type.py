@@ -11,7 +11,7 @@ from ggmlb.core.arguments import named
 from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.core.lifetime import Unique
 from ggmlb.core.tensor import Ne, Tensor
-from ggmlb.interface.observe import Action, observers
+from ggmlb.interface.observe import Action
 from ggmlb.interface.planned import PlannedBuffer, is_planning
 
 if TYPE_CHECKING:
@@ -101,8 +101,6 @@ class BufferType(Unique, ABC):
         self.is_used = True
         if is_planning():
             return self._planned_buffer(nbytes)
-        if not observers:
-            return self._alloc_buffer(nbytes)
         with Action("alloc_buffer") as action:
             action.buffer = buffer = self._alloc_buffer(nbytes)
         return buffer

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.errors import ArgumentError, BoundsError, kind_of
+from ggmlb.core.errors import AllocationError, ArgumentError, BoundsError, kind_of
 from ggmlb.core.tensor import Tensor
 
 Bytes = npt.NDArray[np.uint8]
 
 Source = npt.ArrayLike | bytes | memoryview
 """Data that a caller may write to a tensor, as raw bytes."""
+
+NEW: Final = np.empty(0, np.uint8)
+"""Stands for an array that a transfer makes."""
 
 
 class Pieces(NamedTuple):
@@ -34,6 +37,29 @@ class Pieces(NamedTuple):
     n: int
     stride_tensor: int
     stride_data: int
+
+    def checked(self, call: str, tensor: Tensor, data: Bytes) -> Pieces:
+        """Return the pieces in Python's integers.
+
+        Raises:
+            ArgumentError: A number is not whole.
+            BoundsError: A number is negative, or a piece ends beyond the data.
+        """
+        pieces = Pieces(*(whole_bytes(call, tensor, number) for number in self))
+        if min(pieces) < 0:
+            raise BoundsError(
+                f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
+            )
+        needed = pieces.extent(pieces.stride_data)
+        if needed > data.size:
+            raise BoundsError(
+                f"{call} on {tensor.describe()}: the data has {data.size} bytes, {needed} are needed"
+            )
+        return pieces
+
+    def extent(self, stride: int) -> int:
+        """Return the bytes from the start of the first piece to the end of the last."""
+        return (self.n - 1) * stride + self.size if self.n else 0
 
     def starts(self) -> Iterator[int]:
         """Yield the start of each piece in the tensor [bytes]."""
@@ -77,29 +103,34 @@ def as_bytes(data: Source) -> Bytes:
     return array.reshape(-1).view(np.uint8)
 
 
-def first_bytes(call: str, tensor: Tensor, data: Source, size: int | None) -> Bytes:
-    """View the first `size` bytes (by default all) of the data to write into a tensor.
-
-    Raises:
-        ArgumentError: `size` is not a whole number.
-        BoundsError: The data has fewer bytes, or `size` is negative.
-    """
-    raw = as_bytes(data)
-    if size is not None and not 0 <= (size := whole_bytes(call, tensor, size)) <= raw.size:
-        raise BoundsError(f"{call} on {tensor.describe()}: {size} bytes asked for, the data has {raw.size}")
-    return raw[:size]
-
-
-def writable_bytes(call: str, data: npt.NDArray[Any]) -> Bytes:
+def writable_bytes(call: str, data: Source) -> Bytes:
     """View a caller's output array as flat bytes.
 
     Raises:
         ArgumentError: It is not a writable C-contiguous NumPy array, or holds objects.
     """
-    fits = isinstance(data, np.ndarray) and data.flags.c_contiguous and data.flags.writeable
-    if not fits or data.dtype.hasobject:
+    if (
+        not isinstance(data, np.ndarray)
+        or not data.flags.c_contiguous
+        or not data.flags.writeable
+        or data.dtype.hasobject
+    ):
         raise ArgumentError(f"{call}: the data is written in place; give a writable C-contiguous NumPy array")
     return data.reshape(-1).view(np.uint8)
+
+
+def new_bytes(call: str, tensor: Tensor, size: int) -> Bytes:
+    """Return an array for bytes of a tensor.
+
+    Raises:
+        AllocationError: There is not enough memory.
+    """
+    try:
+        return np.empty(size, np.uint8)
+    except MemoryError as error:
+        raise AllocationError(
+            f"{call} on {tensor.describe()}: {error}; read it in parts", asked=size
+        ) from None
 
 
 def host_bytes(array: npt.NDArray[Any], call: str) -> npt.NDArray[np.uint8]:

@@ -33,10 +33,9 @@ class Event(Freeable):
             BackendError: Work before the point failed.
             FreedError: The event was freed.
         """
-        if not observers:
-            return self._synchronize()
-        with Action("event_synchronize", event=self):
-            return self._synchronize()
+        if observers:
+            return Action("event_synchronize", event=self).run(self._synchronize)
+        return self._synchronize()
 
     def free(self) -> None:
         """Release the event (ggml_backend_event_free).

@@ -1,14 +1,14 @@
 """Observers, notified of every call that moves data, computes, or orders such work.
 
 The public methods of `Backend`, `Buffer`, `BufferType` and `Event` report actions, so that backends need no
-code for it. Without observers, a report costs one test of an empty list.
+code for it. Without observers, a transfer or a computation costs one test of an empty list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy.typing as npt
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.event import Event
     from ggmlb.interface.plan import GraphPlan
+
+    Result = TypeVar("Result")
 
 
 class Access(NamedTuple):
@@ -41,11 +43,11 @@ class Action:
         name: The method: `set_tensor_async`, `graph_plan_compute`, `event_wait`, ...
         stream: The backend that the work is queued on; `None` for synchronous work.
         transfers: Accesses of a transfer; `accesses` adds those of a plan.
+        data: The host memory that a queued transfer uses.
         source: The stream of a copy's source, whose work is ordered with the copy too.
         plan: The computed plan.
         event: The event recorded or waited for.
         buffer: The buffer allocated or freed.
-        data: The host memory that a queued transfer uses.
         done: Whether the call had an effect; `False` for a copy that the backend declined.
         failed: Whether the call raised.
     """
@@ -53,11 +55,11 @@ class Action:
     name: str
     stream: Backend | None = None
     transfers: Sequence[Access] = ()
+    data: npt.NDArray[Any] | None = None
     source: Backend | None = None
     plan: GraphPlan | None = None
     event: Event | None = None
     buffer: Buffer | None = None
-    data: npt.NDArray[Any] | None = None
     done: bool = True
     failed: bool = False
 
@@ -68,6 +70,13 @@ class Action:
             for node in self.plan.nodes:
                 if node.op not in NO_OPS:
                     yield from _accesses_of(node)
+
+    def run(self, hook: Callable[..., Result], *args: Any) -> Result:
+        """Call a hook with observers notified before and after; it returns `False` if it did nothing."""
+        with self:
+            result = hook(*args)
+            self.done = result is not False
+        return result
 
     def __enter__(self) -> Action:
         for observer in observers:
@@ -90,20 +99,6 @@ class Observer:
         """Called after an action, also if it failed."""
 
 
-class _Quiet:
-    """Null action, used without observers."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        return None
-
-
-QUIET: Final = _Quiet()
-
 observers: Final[list[Observer]] = []
 """The active observers. Change it only by `start` and `stop`, because it is read without a copy."""
 
@@ -119,19 +114,14 @@ def stop(observer: Observer) -> None:
         observers.remove(observer)
 
 
-def reading(tensor: Tensor, offset: int = 0, size: int | None = None) -> Access:
-    """Return the read access of `size` bytes (by default all) of a placed tensor."""
-    return _span(tensor, offset, size, is_write=False)
+def reading(tensor: Tensor) -> Access:
+    """Return the read access of a placed tensor."""
+    return Access(tensor.placed("read"), tensor.offset, tensor.offset + tensor.nbytes, False, tensor)
 
 
-def writing(tensor: Tensor, offset: int = 0, size: int | None = None) -> Access:
-    """Return the write access of `size` bytes (by default all) of a placed tensor."""
-    return _span(tensor, offset, size, is_write=True)
-
-
-def _span(tensor: Tensor, offset: int, size: int | None, is_write: bool) -> Access:
-    start, buffer = tensor.offset + offset, tensor.placed("an access")
-    return Access(buffer, start, start + (tensor.nbytes if size is None else size), is_write, tensor)
+def writing(tensor: Tensor) -> Access:
+    """Return the write access of a placed tensor."""
+    return Access(tensor.placed("write"), tensor.offset, tensor.offset + tensor.nbytes, True, tensor)
 
 
 def _accesses_of(node: Tensor) -> Iterator[Access]:

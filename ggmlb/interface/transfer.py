@@ -1,14 +1,16 @@
-"""Placing tensors in buffers, and copying them between buffers and backends."""
+"""Placing tensors in buffers, moving their bytes, and copying them between buffers and backends."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.arguments import checked
 from ggmlb.core.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor, same_layout
-from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
+from ggmlb.interface.data import NEW, Bytes, Pieces, Source, as_bytes, new_bytes, writable_bytes
+from ggmlb.interface.observe import Access, Action, observers, reading, writing
 
 if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend
@@ -80,6 +82,75 @@ def _place(tensor: Tensor, buffer: Buffer, offset: int) -> None:
         raise
 
 
+def move(
+    call: str,
+    is_write: bool,
+    buffer: Buffer,
+    tensor: Tensor,
+    data: Source,
+    at: int | Pieces,
+    hook: Callable[[Tensor, Bytes, Any], None],
+    stream: Backend | None = None,
+    size: int | None = None,
+) -> Bytes:
+    """Check a transfer between host memory and a tensor, notify observers, and call the hook.
+
+    Args:
+        call: The public method.
+        is_write: Whether the tensor is written.
+        buffer: The buffer that the tensor must be in.
+        tensor: The tensor.
+        data: The host memory; `NEW` to read into a new array.
+        at: Where in the tensor: an offset [bytes], or pieces.
+        hook: Called with the tensor, the data and `at`, unless no byte is moved.
+        stream: The backend that queues the transfer; `None` if the hook waits for it.
+        size: Bytes to move from the offset on; by default the size of the data.
+
+    Returns:
+        The data as flat bytes.
+
+    Raises:
+        ArgumentError: A number is not whole, `data` has no fitting memory, or the tensor is elsewhere.
+        BackendError: The buffer is read-only.
+        BoundsError: The bytes end beyond the tensor or the data.
+        FreedError: The buffer was freed.
+    """
+    raw = as_bytes(data) if is_write else None if data is NEW else writable_bytes(call, data)
+    starts: Iterable[int]
+    if isinstance(at, Pieces):
+        assert raw is not None
+        at = at.checked(call, tensor, raw)
+        buffer.check_range(tensor, call, at.offset if at.n else 0, at.extent(at.stride_tensor))
+        n, starts = at.n and at.size, at.starts()
+    else:
+        if size is None:
+            size = None if raw is None else raw.size
+        elif raw is not None and size != raw.size:
+            if not is_write or not 0 <= size <= raw.size:
+                raise BoundsError(
+                    f"{call} on {tensor.describe()}: {size} bytes asked for, the data has {raw.size}"
+                )
+            raw = raw[:size]
+        at, n = buffer.check_range(tensor, call, at, size)
+        starts = (at,)
+        if raw is None:
+            raw = new_bytes(call, tensor, n)
+    if not n:
+        return raw
+    if is_write and buffer.is_read_only:
+        buffer.check_writable(call, tensor)
+    if observers:
+        moved = []
+        for start in starts:
+            start += tensor.offset
+            moved.append(Access(buffer, start, start + n, is_write, tensor))
+        with Action(call, stream, moved, None if stream is None else raw):
+            hook(tensor, raw, at)
+    else:
+        hook(tensor, raw, at)
+    return raw
+
+
 @checked
 def tensor_copy(src: Tensor, dst: Tensor) -> None:
     """Copy the data of a tensor to one of the same layout, in any buffers (ggml_backend_tensor_copy).
@@ -90,26 +161,11 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
         NotAllocatedError: One of them is in no buffer.
         FreedError: The buffer of one of them was freed.
     """
-    if src is dst:
-        return
-    if not same_layout(src, dst):
-        raise ShapeError(
-            f"cannot copy {src.describe()} with strides {src.nb} to {dst.describe()} with strides {dst.nb}: "
-            "type, ne and nb must be equal; use Context.cpy to convert"
-        )
-    src_buffer, dst_buffer = src.placed("tensor_copy"), dst.placed("tensor_copy")
-    src_buffer.check_range(src, "tensor_copy", 0, None)
-    dst_buffer.check_range(dst, "tensor_copy", 0, None)
-    if not src.nbytes:
-        return
-    dst_buffer.check_writable("tensor_copy", dst)
-    with Action("tensor_copy", None, [reading(src), writing(dst)]) if observers else QUIET:
-        if src_buffer.is_host:
-            dst_buffer._set_tensor(dst, src_buffer.base[src.offset : src.offset + src.nbytes], 0)
-        elif dst_buffer.is_host:
-            src_buffer._get_tensor(src, dst_buffer.base[dst.offset : dst.offset + dst.nbytes], 0)
-        elif not dst_buffer.cpy_tensor(src, dst):
-            dst_buffer.set_tensor(dst, src_buffer.get_tensor(src))
+    if _is_copy("tensor_copy", src, dst):
+        if observers:
+            Action("tensor_copy", None, [reading(src), writing(dst)]).run(_copy, src, dst)
+        else:
+            _copy(src, dst)
 
 
 @checked
@@ -123,15 +179,39 @@ def tensor_copy_async(backend_src: Backend, backend_dst: Backend, src: Tensor, d
 
     Source: ggml_backend_tensor_copy_async.
     """
+    if _is_copy("tensor_copy_async", src, dst) and not backend_dst.cpy_tensor_async(backend_src, src, dst):
+        backend_src.synchronize()
+        if backend_dst is not backend_src:
+            backend_dst.synchronize()
+        tensor_copy(src, dst)
+
+
+def _is_copy(call: str, src: Tensor, dst: Tensor) -> bool:
+    """Check a copy; return whether there are bytes to copy."""
     if src is dst:
-        return
+        return False
     if not same_layout(src, dst):
-        raise ShapeError(f"cannot copy {src.describe()} to {dst.describe()}: type, ne and nb must be equal")
-    for tensor in (src, dst):
-        tensor.placed("tensor_copy_async").check_range(tensor, "tensor_copy_async", 0, None)
-    if not src.nbytes or backend_dst.cpy_tensor_async(backend_src, src, dst):
-        return
-    backend_src.synchronize()
-    if backend_dst is not backend_src:
-        backend_dst.synchronize()
-    tensor_copy(src, dst)
+        raise ShapeError(
+            f"cannot copy {src.describe()} with strides {src.nb} to {dst.describe()} with strides {dst.nb}: "
+            "type, ne and nb must be equal; use Context.cpy to convert"
+        )
+    src.placed(call).check_holds(src, call)
+    buffer = dst.placed(call)
+    buffer.check_holds(dst, call)
+    if not src.nbytes:
+        return False
+    buffer.check_writable(call, dst)
+    return True
+
+
+def _copy(src: Tensor, dst: Tensor) -> None:
+    """Copy a checked tensor: in host memory, directly if the buffer can, else through host memory."""
+    source, target = src.placed("tensor_copy"), dst.placed("tensor_copy")
+    if source.is_host:
+        target._set_tensor(dst, source.base[src.offset : src.offset + src.nbytes], 0)
+    elif target.is_host:
+        source._get_tensor(src, target.base[dst.offset : dst.offset + dst.nbytes], 0)
+    elif not target._cpy_tensor(src, dst):
+        data = new_bytes("tensor_copy", src, src.nbytes)
+        source._get_tensor(src, data, 0)
+        target._set_tensor(dst, data, 0)

@@ -260,7 +260,7 @@ TRUSTING = {
 
 INNER = {
     "alloc_indexed", "begin", "check_holds", "check_range", "check_writable", "end", "enqueue", "exported",
-    "is_contiguous", "move_pieces", "operand", "optional", "placed", "prepare", "reading",
+    "is_contiguous", "operand", "optional", "placed", "prepare", "reading",
     "reserve_indexed", "indexed_size",
 }  # fmt: skip
 """Methods that only ggmlb and its backends call, with what they have checked or made."""

@@ -1,4 +1,4 @@
-"""What observers are told: the bytes that each transfer touches, and nothing of what moves none."""
+"""What observers are told: the bytes that each transfer touches, once, and nothing of what moves none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import ggmlb
 from ggmlb import Context
 from ggmlb.interface import observe
 from ggmlb.interface.observe import Action
+from ggmlb.testing.fake import FakeReg
 
 
 class Notes(observe.Observer):
@@ -67,6 +68,39 @@ def test_a_transfer_tells_which_bytes_it_touches(notes: Notes, name: str) -> Non
     expected = [(t.offset + start, t.offset + stop, is_write) for start, stop in spans]
     assert t.offset
     assert told == [(name, expected, is_queued)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_transfer_of_freed_memory_names_its_own_call(name: str) -> None:
+    ctx = Context()
+    t = ctx.new_tensor("i8", 64)
+    with ggmlb.init_by_name("CPU") as cpu:
+        ggmlb.alloc_ctx_tensors(ctx, cpu).free()
+        with pytest.raises(ggmlb.FreedError, match=f"^{name}: this CPU buffer"):
+            CALLS[name][0](t, cpu, DATA.copy())
+
+
+@pytest.mark.parametrize("call", ["tensor_copy", "cpy_tensor", "cpy_tensor_async", "copy_on_stream"])
+@pytest.mark.parametrize("names", [("CPU", "Fake0"), ("Fake0", "CPU"), ("Fake0", "Fake1")])
+def test_a_copy_is_told_once_with_both_sides(notes: Notes, names: tuple[str, str], call: str) -> None:
+    devices = {d.name: d for d in (*FakeReg(2).devices, ggmlb.device_by_name("CPU"))}
+    with devices[names[0]].init_backend() as source, devices[names[1]].init_backend() as target:
+        here, there = Context(), Context()
+        src, dst = here.new_tensor("i8", 64), there.new_tensor("i8", 64)
+        with ggmlb.alloc_ctx_tensors(here, source), ggmlb.alloc_ctx_tensors(there, target) as buffer:
+            src.set(np.arange(64, dtype=np.uint8))
+            notes.told.clear()
+            done = {
+                "tensor_copy": lambda: ggmlb.tensor_copy(src, dst) is None,
+                "cpy_tensor": lambda: buffer.cpy_tensor(src, dst),
+                "cpy_tensor_async": lambda: target.cpy_tensor_async(source, src, dst),
+                "copy_on_stream": lambda: target.copy_on_stream(src, dst),
+            }[call]()
+            told = list(notes.told)
+            target.synchronize()
+            assert not done or np.array_equal(dst.get(), np.arange(64))
+    sides = [(t.offset, t.offset + 64, t is dst) for t in (src, dst)]
+    assert told == [(call, sides, call in ("cpy_tensor_async", "copy_on_stream"))]
 
 
 @pytest.mark.parametrize(("size", "n"), [(0, 3), (3, 0)])
