@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -15,7 +16,7 @@ from ggmlb.core.errors import ArgumentError, BackendError, BoundsError, ShapeErr
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Ne, Tensor
-from ggmlb.interface.data import NEW, Bytes, Pieces, Source, whole_bytes
+from ggmlb.interface.data import NEW, Bytes, Pieces, Source
 from ggmlb.interface.observe import Access, Action, observers, reading, writing
 from ggmlb.interface.transfer import move, tensor_copy
 
@@ -349,19 +350,16 @@ class Buffer(Freeable):
             )
 
     def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> tuple[int, int]:
-        """Check a byte range of a tensor; return its offset and size.
+        """Check a byte range of a tensor; return its offset and size as Python's integers.
 
         Raises:
-            ArgumentError: They are not whole numbers, or the tensor is in another buffer.
+            ArgumentError: The tensor is in another buffer.
             BoundsError: The range ends beyond the tensor.
             FreedError: The buffer was freed.
         """
         self.check_holds(tensor, call)
-        if type(offset) is not int:
-            offset = whole_bytes(call, tensor, offset)
-        n = tensor.nbytes - offset if size is None else size
-        if type(n) is not int:
-            n = whole_bytes(call, tensor, n)
+        offset = index(offset)
+        n = tensor.nbytes - offset if size is None else index(size)
         if offset < 0 or n < 0 or offset + n > tensor.nbytes:
             raise BoundsError(
                 f"{call} on {tensor.describe()}: bytes {offset} to {offset + n} asked for, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import index
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +42,9 @@ class Pieces(NamedTuple):
         """Return the pieces in Python's integers.
 
         Raises:
-            ArgumentError: A number is not whole.
             BoundsError: A number is negative, or a piece ends beyond the data.
         """
-        pieces = Pieces(*(whole_bytes(call, tensor, number) for number in self))
+        pieces = Pieces(*map(index, self))
         if min(pieces) < 0:
             raise BoundsError(
                 f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
@@ -71,21 +70,6 @@ class Pieces(NamedTuple):
             yield data[i * self.stride_data :][: self.size], start
 
 
-def whole_bytes(call: str, tensor: Tensor, number: object) -> int:
-    """Convert a caller's number of bytes, of any integer type, to a Python int.
-
-    Raises:
-        ArgumentError: It is not a whole number.
-    """
-    try:
-        return index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(
-            f"{call} on {tensor.describe()}: {number!r} is no offset, size, count or stride; give whole "
-            "numbers of bytes"
-        ) from None
-
-
 def as_bytes(data: Source) -> Bytes:
     """View data as a flat uint8 array; copied if not contiguous.
 
@@ -103,22 +87,6 @@ def as_bytes(data: Source) -> Bytes:
     return array.reshape(-1).view(np.uint8)
 
 
-def writable_bytes(call: str, data: Source) -> Bytes:
-    """View a caller's output array as flat bytes.
-
-    Raises:
-        ArgumentError: It is not a writable C-contiguous NumPy array, or holds objects.
-    """
-    if (
-        not isinstance(data, np.ndarray)
-        or not data.flags.c_contiguous
-        or not data.flags.writeable
-        or data.dtype.hasobject
-    ):
-        raise ArgumentError(f"{call}: the data is written in place; give a writable C-contiguous NumPy array")
-    return data.reshape(-1).view(np.uint8)
-
-
 def new_bytes(call: str, tensor: Tensor, size: int) -> Bytes:
     """Return an array for bytes of a tensor.
 
@@ -133,12 +101,14 @@ def new_bytes(call: str, tensor: Tensor, size: int) -> Bytes:
         ) from None
 
 
-def host_bytes(array: npt.NDArray[Any], call: str) -> npt.NDArray[np.uint8]:
-    """View an array's own memory as flat bytes, for `buffer_from_host_ptr`.
+def host_bytes(array: Source, call: str, *, is_written: bool = False) -> Bytes:
+    """View an array's own memory as flat bytes.
 
     Raises:
-        ArgumentError: It is not a C-contiguous NumPy array, or holds objects.
+        ArgumentError: It is not a C-contiguous NumPy array, holds objects, or is read-only but to be written.
     """
-    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.dtype.hasobject:
-        raise ArgumentError(f"{call}: the array's memory is used in place; give a C-contiguous NumPy array")
+    is_flat = isinstance(array, np.ndarray) and array.flags.c_contiguous and not array.dtype.hasobject
+    if not isinstance(array, np.ndarray) or not is_flat or (is_written and not array.flags.writeable):
+        use, kind = ("written", "writable C-contiguous") if is_written else ("used", "C-contiguous")
+        raise ArgumentError(f"{call}: the array's memory is {use} in place; give a {kind} NumPy array")
     return array.reshape(-1).view(np.uint8)

@@ -9,7 +9,7 @@ from ggmlb.core.arguments import checked
 from ggmlb.core.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor, same_layout
-from ggmlb.interface.data import NEW, Bytes, Pieces, Source, as_bytes, new_bytes, writable_bytes
+from ggmlb.interface.data import NEW, Bytes, Pieces, Source, as_bytes, host_bytes, new_bytes
 from ggmlb.interface.observe import Access, Action, observers, reading, writing
 
 if TYPE_CHECKING:
@@ -110,12 +110,12 @@ def move(
         The data as flat bytes.
 
     Raises:
-        ArgumentError: A number is not whole, `data` has no fitting memory, or the tensor is elsewhere.
+        ArgumentError: `data` has no fitting memory, or the tensor is in another buffer.
         BackendError: The buffer is read-only.
         BoundsError: The bytes end beyond the tensor or the data.
         FreedError: The buffer was freed.
     """
-    raw = as_bytes(data) if is_write else None if data is NEW else writable_bytes(call, data)
+    raw = as_bytes(data) if is_write else None if data is NEW else host_bytes(data, call, is_written=True)
     starts: Iterable[int]
     if isinstance(at, Pieces):
         assert raw is not None
