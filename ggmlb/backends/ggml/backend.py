@@ -159,33 +159,30 @@ class GgmlBackend(Backend):
         return isinstance(buffer, GgmlBuffer) and buffer.buft is self.device.buffer_type
 
     def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        if not self._owns(tensor.buffer):
+        if not self._move("backend_tensor_set_async", tensor, data, offset, data.size):
             super()._set_tensor_async(tensor, data, offset)
-            return
-        self._move("backend_tensor_set_async", tensor.buffer.c_tensor(tensor), data, offset, data.size)
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        if not self._owns(tensor.buffer):
+        if not self._move("backend_tensor_get_async", tensor, out, offset, out.size):
             super()._get_tensor_async(tensor, out, offset)
-            return
-        self._move("backend_tensor_get_async", tensor.buffer.c_tensor(tensor), out, offset, out.size)
 
     def _set_tensor_2d_async(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
-        if not self._owns(tensor.buffer) or "backend_tensor_set_2d_async" not in self._c:
+        if not self._move("backend_tensor_set_2d_async", tensor, data, *pieces):
             super()._set_tensor_2d_async(tensor, data, pieces)
-            return
-        self._move("backend_tensor_set_2d_async", tensor.buffer.c_tensor(tensor), data, *pieces)
 
     def _get_tensor_2d_async(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
-        if not self._owns(tensor.buffer) or "backend_tensor_get_2d_async" not in self._c:
+        if not self._move("backend_tensor_get_2d_async", tensor, out, *pieces):
             super()._get_tensor_2d_async(tensor, out, pieces)
-            return
-        self._move("backend_tensor_get_2d_async", tensor.buffer.c_tensor(tensor), out, *pieces)
 
-    def _move(self, name: str, c_tensor: ctypes.Array[ctypes.c_char], data: Bytes, *where: int) -> None:
+    def _move(self, name: str, tensor: Tensor, data: Bytes, *where: int) -> bool:
+        """Queue a transfer, if the tensor is in this device's memory and the library has the function."""
+        if not self._owns(tensor.buffer) or name not in self._c:
+            return False
+        c_tensor = tensor.buffer.c_tensor(tensor)
         with self._lock:
             self._held += (c_tensor, data)
             self._c[name](self.handle, ctypes.addressof(c_tensor), data.ctypes.data, *where)
+        return True
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         # Between streams, ggml's Vulkan does not wait for the source (0.25): both are waited for instead.
