@@ -21,7 +21,10 @@ from tests.support.fusable import DecodeLayer, RandomGraph
 from tests.support.golden import CASES
 from tests.support.gpus import CARD, LLVM, PLAYED, first
 
-Way = Callable[[RandomGraph, Any], dict[int, np.ndarray]]
+Found = tuple[dict[int, np.ndarray], int]
+"""Results by number, and the number of fused groups."""
+
+Way = Callable[[RandomGraph, Any], Found]
 
 N_RUNS = 3
 
@@ -48,34 +51,34 @@ def patterns(graph: Graph, stream: Any) -> list[str]:
     return sorted(item.pattern for item in fuse(graph, stream.can_fuse) if isinstance(item, Group))
 
 
-def in_memory_of_an_allocator(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
+def in_memory_of_an_allocator(drawn: RandomGraph, stream: Any) -> Found:
     stream.graph_optimize(drawn.graph)
     with GraphAllocator(stream.default_buffer_type) as allocator:
         allocator.alloc_graph(drawn.graph)
         for _ in range(N_RUNS):
             fill(drawn.graph, drawn.leafs)
             stream.graph_compute(drawn.graph)
-        return values(drawn, drawn.outputs)
+        return values(drawn, drawn.outputs, stream)
 
 
-def in_memory_of_a_user(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
+def in_memory_of_a_user(drawn: RandomGraph, stream: Any) -> Found:
     with alloc_ctx_tensors(drawn.ctx, stream):
         fill(drawn.graph, drawn.leafs)
         stream.graph_compute(drawn.graph)
-        return values(drawn, drawn.nodes)
+        return values(drawn, drawn.nodes, stream)
 
 
-def part_by_part(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
+def part_by_part(drawn: RandomGraph, stream: Any) -> Found:
     with GraphAllocator(stream.default_buffer_type) as allocator:
         allocator.alloc_graph(drawn.graph)
         fill(drawn.graph, drawn.leafs)
         cut = len(drawn.graph) // 2
         for part in (drawn.graph.view(0, cut), drawn.graph.view(cut, len(drawn.graph))):
             stream.graph_compute(part)
-        return values(drawn, drawn.outputs)
+        return values(drawn, drawn.outputs, stream)
 
 
-def by_a_scheduler(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
+def by_a_scheduler(drawn: RandomGraph, stream: Any) -> Found:
     """Every third node, about, is computed elsewhere; every third is watched."""
     choice = random.Random(len(drawn.graph))
     seen: dict[int, np.ndarray] = {}
@@ -94,12 +97,12 @@ def by_a_scheduler(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
         scheduler.alloc_graph(drawn.graph)
         fill(drawn.graph, drawn.leafs)
         scheduler.graph_compute(drawn.graph)
-        results = values(drawn, drawn.outputs)
+        results, n_groups = values(drawn, drawn.outputs, stream)
         fill(drawn.graph, drawn.leafs)
         scheduler.set_eval_callback(watch)
         scheduler.graph_compute(drawn.graph)
     assert len(seen) == len(watched)
-    return results | seen
+    return results | seen, n_groups
 
 
 N_FUSED = {in_memory_of_an_allocator: 1.0, in_memory_of_a_user: 0.25, part_by_part: 1.0, by_a_scheduler: 1.0}
@@ -115,8 +118,9 @@ def fill(graph: Graph, leafs: list[tuple[Tensor, np.ndarray]]) -> None:
             t.set_array(data)
 
 
-def values(drawn: RandomGraph, chosen: Sequence[Tensor]) -> dict[int, np.ndarray]:
-    return {i: t.to_numpy() for i, t in enumerate(drawn.nodes) if t in chosen}
+def values(drawn: RandomGraph, chosen: Sequence[Tensor], stream: Any) -> Found:
+    found = {i: t.to_numpy() for i, t in enumerate(drawn.nodes) if t in chosen}
+    return found, len(patterns(drawn.graph, stream))
 
 
 @pytest.mark.parametrize("way", N_FUSED)
@@ -129,8 +133,9 @@ def test_random_graphs(stream: Any, way: Way, monkeypatch: pytest.MonkeyPatch) -
         for fused in ("0", "1"):
             monkeypatch.setenv("GGMLB_FUSE", fused)
             drawn = RandomGraph(seed, in_place=way is not by_a_scheduler)
-            told.append(way(drawn, stream))
-            n_fused += len(patterns(drawn.graph, stream))
+            found, n = way(drawn, stream)
+            told.append(found)
+            n_fused += n
         plain, fused_ = told
         assert plain.keys() == fused_.keys()
         assert plain
