@@ -227,9 +227,9 @@ def test_cls_pooling_takes_the_first_token(folder_copy: Path, sentences: list[st
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        ("one text", "a single str; give a list"),
-        (["a", 3], "text 1 is a int; every text must be a str"),
-        ([None], "text 0 is a NoneType"),
+        ("one text", "texts is 'one text'; give a list"),
+        (["a", 3], r"texts\[1\] is an int; give text"),
+        ([None], r"texts\[0\] is None; give text"),
         (["a", "\ud800"], "text 1 is not valid Unicode"),
     ],
 )

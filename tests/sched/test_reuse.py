@@ -365,6 +365,17 @@ def test_nothing_is_done_for_a_kept_graph(world, monkeypatch):
         assert plans == {s.plan for g, _, _ in built for s in sched._cache._kept[g].splits}
 
 
+def test_a_kept_graph_that_was_split_again_is_placed_again(world):
+    with Scheduler(world.backends, keep_graphs=True) as sched:
+        graph, x, y = world.build(Recipe(), None)
+        for _ in range(2):
+            sched.alloc_graph(graph)
+            x.set_array(np.ones((4, 8)))
+            sched.graph_compute(graph)
+            assert y.to_numpy().any()
+            sched.reserve_size(graph)
+
+
 def test_a_kept_graph_whose_weight_moved_is_split_anew_and_one_that_died_is_dropped(world):
     w = world.weights[0, 8, 0]
     with Scheduler(world.backends, keep_graphs=True) as sched:

@@ -124,10 +124,10 @@ class Executable:
         return tensors if tensors is not None and requests_of(tensors, user) == self.requests else None
 
     def bind(self, tensors: list[Tensor]) -> None:
-        """Bind the tensors of another graph, by number."""
+        """Bind the tensors of a graph, by number; they are not placed yet."""
+        self.is_placed = False
         if tensors != self.graph.tensors:
             self.graph.bind(tensors)
-            self.is_placed = False
             self._forget_graphs()
 
     # -- places --------------------------------------------------------------------------------
