@@ -36,7 +36,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.system import env
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 SIMD = env.text("GGMLB_SIMD")
 NATIVE = find_spec("ggml") is not None and SIMD != "avx2"
@@ -169,7 +169,7 @@ TITLES = {
 }
 
 
-def read(k: Kernel) -> None:
+def read(k: Emitter) -> None:
     """Add up vectors: address, bytes, where to put the sums."""
     from ggmlb.backends.llvm.codegen.value import I32, vec
 

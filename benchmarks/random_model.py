@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import DType, quantize, save_gguf
-from ggmlb.models.gguf.mixtures import Mixture, Place
+from ggmlb.models.gguf.mixtures import Mixture, MixtureLayer
 from ggmlb.models.gguf.quantizing import mixture_of
 from ggmlb.system.disk_cache import folder
 
@@ -122,7 +122,7 @@ def tensors(shape: Shape, to: Mixture) -> dict[str, Any]:
         "output.weight": matrix(to.output_type, shape.n_embd, N_VOCAB),
     }
     for layer in range(shape.n_layer):
-        place = Place(layer, shape.n_layer, shape.n_expert, shape.n_head // shape.n_head_kv)
+        place = MixtureLayer(layer, shape.n_layer, shape.n_expert, shape.n_head // shape.n_head_kv)
         at = f"blk.{layer}."
         found |= {at + "attn_norm.weight": norm, at + "ffn_norm.weight": norm}
         if shape.n_expert:

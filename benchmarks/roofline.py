@@ -28,7 +28,7 @@ from ggmlb.core.enums import Op
 from ggmlb.testing.perf import flops, moved_nbytes
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 NBYTES = 128 << 20
 """Of a weight; of keys and values together."""
@@ -44,7 +44,7 @@ TURNS, SUMS = 20000, 8
 """Repetitions in the kernels of the units' rates; their independent sums, which hide latency."""
 
 
-def floats(k: Kernel) -> None:
+def floats(k: Emitter) -> None:
     """Multiply and add in registers: where to put the sums."""
     from ggmlb.backends.llvm.codegen.value import F32, vec
 
@@ -58,7 +58,7 @@ def floats(k: Kernel) -> None:
         k.store(slot.now, to + 2048 + (k.chunk * SUMS + j) * 64)
 
 
-def codes(k: Kernel) -> None:
+def codes(k: Emitter) -> None:
     """Multiply codes of 4 bits with signed bytes in registers, in groups of 8: where to put the sums."""
     from ggmlb.backends.llvm.codegen.simd import Dot, add_words
     from ggmlb.backends.llvm.codegen.value import I8, I32, vec

@@ -30,7 +30,7 @@ from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler,
 from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.interface import Backend
 from ggmlb.runtime.alloc import alloc_ctx_tensors
-from ggmlb.runtime.compile.assign import Rules
+from ggmlb.runtime.compile.assign import AssignRules
 from ggmlb.runtime.compile.executable import compile_graph
 from ggmlb.runtime.compile.read import IndexedGraph, is_compute
 from ggmlb.testing.fake import FakeReg
@@ -237,7 +237,7 @@ def measure_ggml(rounds: int, table: Table) -> None:
 def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int, table: Table) -> None:
     """The parts of a first allocation, and of one of a known topology."""
     bufts = [b.default_buffer_type for b in backends]
-    rules = Rules(backends, bufts)
+    rules = AssignRules(backends, bufts)
     with ExitStack() as stack:
         model = Llama(layers_on, 32, stack)
         times: dict[str, list[float]] = {}

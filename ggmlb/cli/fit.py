@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ggmlb.models.text.fit import Fit, Planner
-    from ggmlb.models.text.parts import Placement
+    from ggmlb.models.text.parts import ModelPlacement
     from ggmlb.models.text.ways import Way
 
 BandwidthOption = Annotated[
@@ -226,7 +226,7 @@ def _print_ways(out: Console, ways: list[Way], taken: Way, devices: list[str]) -
     print_table(out, title, [*columns, Column("", wraps=True)], rows)
 
 
-def _parts(planner: Planner, placement: Placement) -> dict[str, str]:
+def _parts(planner: Planner, placement: ModelPlacement) -> dict[str, str]:
     """What lies on each device, in words."""
     from ggmlb.models.layers import held, ranges
 
@@ -279,7 +279,7 @@ def _way_as_json(way: Way) -> dict[str, Any]:
     }
 
 
-def _layers_on(placement: Placement, name: str) -> str:
+def _layers_on(placement: ModelPlacement, name: str) -> str:
     from ggmlb.models.layers import ranges
 
     return ranges(i for i, home in placement.homes.items() if home == name and isinstance(i, int))

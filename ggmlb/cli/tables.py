@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ggmlb.cli.frame import Column, Row, print_table
-from ggmlb.testing.results import Outcome, Result, counts
+from ggmlb.testing.results import CaseResult, Outcome, counts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ N_REASONS = 8
 """Most reasons for skipping shown."""
 
 
-def print_results(out: Console, results: Sequence[Result], verbose: bool = False) -> None:
+def print_results(out: Console, results: Sequence[CaseResult], verbose: bool = False) -> None:
     """Print results per family, failures with their reasons, and a summary line."""
     for (device, mode), group in groupby(results, lambda r: (r.device, r.mode)):
         cases = list(group)
@@ -46,7 +46,7 @@ def print_results(out: Console, results: Sequence[Result], verbose: bool = False
         _print_sum(out, device, mode, cases)
 
 
-def _print_families(out: Console, device: str, mode: str, cases: Sequence[Result]) -> None:
+def _print_families(out: Console, device: str, mode: str, cases: Sequence[CaseResult]) -> None:
     figures = ("Passed", "Failed", "Skipped", "Supported" if mode == "support" else "Largest NMSE")
     columns = (Column("Op", style="bold"), *(Column(name, right=True) for name in figures))
     rows = []
@@ -66,7 +66,7 @@ def _print_families(out: Console, device: str, mode: str, cases: Sequence[Result
     print_table(out, f"{device}, mode {mode}", columns, rows)
 
 
-def _print_cases(out: Console, cases: Sequence[Result]) -> None:
+def _print_cases(out: Console, cases: Sequence[CaseResult]) -> None:
     from rich.text import Text
 
     for r in cases:
@@ -78,7 +78,7 @@ def _print_cases(out: Console, cases: Sequence[Result]) -> None:
         out.print(Text.assemble(word, " ", name, (f"{took}{nmse}{why}", "dim")), soft_wrap=True)
 
 
-def _print_perf(out: Console, device: str, cases: Sequence[Result]) -> None:
+def _print_perf(out: Console, device: str, cases: Sequence[CaseResult]) -> None:
     measured = [r for r in cases if r.outcome is Outcome.PASSED and r.time_s is not None]
     rows = []
     for memory, group in groupby(measured, lambda r: str(r.facts["memory"])):
@@ -91,7 +91,7 @@ def _print_perf(out: Console, device: str, cases: Sequence[Result]) -> None:
         out.print(limits, style="dim", markup=False, soft_wrap=True)
 
 
-def _perf_cells(r: Result, memory: str) -> tuple[str, ...]:
+def _perf_cells(r: CaseResult, memory: str) -> tuple[str, ...]:
     f = r.facts
     name = f"  {r.id.removesuffix(f' in {memory}')}" if memory else r.id
     rate = three_digits(f["gflop_s"]) if f["gflop_s"] else "-"
@@ -99,7 +99,7 @@ def _perf_cells(r: Result, memory: str) -> tuple[str, ...]:
     return name, microseconds(r.time_s or 0), three_digits(f["gb_s"]), rate, share, f["size"]
 
 
-def _limits(r: Result) -> str:
+def _limits(r: CaseResult) -> str:
     f = r.facts
     told = [f"copy {three_digits(f['copy_gb_s'])} GB/s"] if f["copy_gb_s"] else []
     if f["product_gflop_s"]:
@@ -107,7 +107,7 @@ def _limits(r: Result) -> str:
     return f"Measured limits: {', '.join(told) or 'none, for it neither copies nor multiplies'}"
 
 
-def _print_failures(out: Console, cases: Sequence[Result]) -> None:
+def _print_failures(out: Console, cases: Sequence[CaseResult]) -> None:
     from rich.text import Text
 
     for r in cases:
@@ -116,7 +116,7 @@ def _print_failures(out: Console, cases: Sequence[Result]) -> None:
             out.print(Text.assemble(head, f"\n  {r.reason}"), soft_wrap=True)
 
 
-def _print_reasons(out: Console, cases: Sequence[Result]) -> None:
+def _print_reasons(out: Console, cases: Sequence[CaseResult]) -> None:
     reasons = Counter(r.reason for r in cases if r.outcome is Outcome.SKIPPED and r.mode != "behaviour")
     for reason, n in reasons.most_common(N_REASONS):
         out.print(f"  {n:4} skipped: {reason}", style="dim", markup=False, soft_wrap=True)
@@ -125,7 +125,7 @@ def _print_reasons(out: Console, cases: Sequence[Result]) -> None:
         out.print(f"  {rest:4} skipped for other reasons (-v shows them)", style="dim", markup=False)
 
 
-def _print_sum(out: Console, device: str, mode: str, cases: Sequence[Result]) -> None:
+def _print_sum(out: Console, device: str, mode: str, cases: Sequence[CaseResult]) -> None:
     n = counts(cases)
     told = ", ".join(f"{n[o]} {o.value}" for o in Outcome if n[o] or o in (Outcome.PASSED, Outcome.FAILED))
     bad = any(n[o] for o in Outcome if o.is_bad)

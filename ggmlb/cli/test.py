@@ -30,8 +30,8 @@ except ImportError:  # Windows, where a file that is appended to looks like any 
 
 if TYPE_CHECKING:
     from ggmlb.testing.about import About
-    from ggmlb.testing.results import Result
-    from ggmlb.testing.run import Task
+    from ggmlb.testing.results import CaseResult
+    from ggmlb.testing.run import FamilyTask
 
 
 MOST_JOBS = 4
@@ -170,7 +170,7 @@ def test(
     plain.note_devices(names, devices)
     if mode is Mode.all:
         plain.note(f"ggmlb: listing the cases of {', '.join(modes)}")
-    work: list[Task] = []
+    work: list[FamilyTask] = []
     with progress_bar("listing cases", len(names) * len(selected)) as progress:
         for i, (name, one) in enumerate(product(names, selected)):
             work += tasks(device_named(name), one)
@@ -225,7 +225,7 @@ def _devices(wanted: str | None) -> list[str]:
     return found
 
 
-def _tell_time(work: Sequence[Task], names: Sequence[str], jobs: int) -> None:
+def _tell_time(work: Sequence[FamilyTask], names: Sequence[str], jobs: int) -> None:
     """Print on standard error the number of cases and the estimated time."""
     from ggmlb.testing.forecast import forecast
 
@@ -239,8 +239,8 @@ def _tell_time(work: Sequence[Task], names: Sequence[str], jobs: int) -> None:
 
 
 def _run(
-    work: Sequence[Task], jobs: int, xfail: Path | None, about: About, file: BinaryIO | None
-) -> tuple[list[Result], About, int]:
+    work: Sequence[FamilyTask], jobs: int, xfail: Path | None, about: About, file: BinaryIO | None
+) -> tuple[list[CaseResult], About, int]:
     """Run tasks, and write a JUnit report during the run if a file is given.
 
     Returns:
@@ -253,7 +253,7 @@ def _run(
 
     known = {name: ExpectedFailures.of(device_named(name), xfail) for name in {task.device for task in work}}
     total = sum(len(task.ids) for task in work)
-    found: list[tuple[int, Result]] = []
+    found: list[tuple[int, CaseResult]] = []
     stopped_by = 0
     report = None
     with progress_bar("testing", total) as progress, _Stops() as stops:
@@ -331,7 +331,7 @@ def _junit_file(output: Path | None) -> Iterator[BinaryIO | None]:
 
 
 def _write(
-    results: Sequence[Result],
+    results: Sequence[CaseResult],
     about: About,
     format: Format,
     output: Path | None,
@@ -375,7 +375,7 @@ def _opened(path: Path, mode: str = "w") -> TextIO:
         raise ArgumentError(f"cannot write {path}: {error.strerror}; give another --output") from error
 
 
-def _status(results: Sequence[Result], names: Sequence[str], modes: Sequence[str]) -> int:
+def _status(results: Sequence[CaseResult], names: Sequence[str], modes: Sequence[str]) -> int:
     """Return the exit status, and print on standard error if nothing ran."""
     from ggmlb.testing.results import NOTHING_RAN, OK, exit_status
 

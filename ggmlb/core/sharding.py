@@ -99,7 +99,7 @@ States = Sequence[SplitState]
 """States of the operands; absent ones count as mirrored."""
 
 
-class Outcome(NamedTuple):
+class ShardOutcome(NamedTuple):
     """The result of a shard rule.
 
     Attributes:
@@ -111,7 +111,7 @@ class Outcome(NamedTuple):
     wants: tuple[SplitState, ...]
 
 
-ShardRule = Callable[[Tensor, States], Outcome | None]
+ShardRule = Callable[[Tensor, States], ShardOutcome | None]
 
 
 def first_cut(states: States) -> SplitState:
@@ -132,7 +132,7 @@ def has_operand(node: Tensor, i: int) -> bool:
     return len(node.src) > i and node.src[i] is not None
 
 
-def elementwise(node: Tensor, states: States) -> Outcome | None:
+def elementwise(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard elementwise ops; operands may be broadcast over the first."""
     state = first_cut(states)
     src = node.src[states.index(state)]
@@ -140,9 +140,9 @@ def elementwise(node: Tensor, states: States) -> Outcome | None:
         return None
     wants = [like_cut(node, state, i) for i in range(len(states))]
     known = tuple(w for w in wants if w is not None)
-    return Outcome(state, known) if len(known) == len(wants) else None
+    return ShardOutcome(state, known) if len(known) == len(wants) else None
 
 
-def per_row(node: Tensor, states: States) -> Outcome | None:
+def per_row(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard ops of one operand that compute each row independently."""
     return elementwise(node, states) if states[0].is_cut and states[0].axis != 0 else None

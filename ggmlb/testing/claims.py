@@ -13,7 +13,7 @@ from ggmlb.core.ops.spec import Sample
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
 from ggmlb.testing.cases import cases_of
-from ggmlb.testing.results import Result
+from ggmlb.testing.results import CaseResult
 
 MODES = ("test", "support")
 """Modes whose cases compute ops of every family."""
@@ -63,7 +63,7 @@ def brief(types: Iterable[DType]) -> str:
     return ", ".join([*words, *(t.name.lower() for t in left)]) or "-"
 
 
-def claims_not_run(device: Device, results: Iterable[Result], *, whole: bool = False) -> list[str]:
+def claims_not_run(device: Device, results: Iterable[CaseResult], *, whole: bool = False) -> list[str]:
     """Return the ops that the device claims and that had cases in a run, none of them computed.
 
     Such claims are untested: either no case has the claimed form, or the claim is wrong.
@@ -84,7 +84,9 @@ def claims_not_run(device: Device, results: Iterable[Result], *, whole: bool = F
     return sorted({node.op_desc() for node in asked if device.supports_op(node)})
 
 
-def warnings(devices: Iterable[Device], results: Sequence[Result], *, whole: bool = False) -> Iterator[str]:
+def warnings(
+    devices: Iterable[Device], results: Sequence[CaseResult], *, whole: bool = False
+) -> Iterator[str]:
     """Yield a line for each device that claims ops of which no case was computed (`claims_not_run`)."""
     for device in devices:
         if ops := claims_not_run(device, results, whole=whole):
@@ -95,6 +97,6 @@ def _op_of_sample(name: str) -> str:
     return next((node.op_desc() for dtype in TYPES if (node := sample(name, dtype)) is not None), "")
 
 
-def _op(result: Result) -> str:
+def _op(result: CaseResult) -> str:
     name = result.id.partition(" in ")[0]  # whatever memory its weight lies in
     return next((case.op for case in cases_of(result.family) if case.id == name), "")

@@ -17,11 +17,11 @@ from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.guarded import GuardedMemory
 from ggmlb.testing.limits import limit
 from ggmlb.testing.placing import WeightMemory, memory_of
-from ggmlb.testing.results import Outcome, Result
+from ggmlb.testing.results import CaseResult, Outcome
 
 if TYPE_CHECKING:
     from ggmlb.testing.cases import KitCase
-    from ggmlb.testing.guarded import Image, Memory
+    from ggmlb.testing.guarded import Image, ProgramMemory
     from ggmlb.testing.programs import Built, Case
 
 
@@ -45,20 +45,22 @@ class Bench(Freeable):
         self._reference_memory = memory_of(self.reference.default_buffer_type)
         self._weights = {m.name: WeightMemory(m, self._memory) for m in weight_memories(device)}
 
-    def test(self, case: KitCase) -> Result:
+    def test(self, case: KitCase) -> CaseResult:
         """Compute a case on both, and compare values and the memory around them."""
         start = perf_counter()
         outcome, reason, nmse = self._test(case)
-        return Result(
+        return CaseResult(
             "test", self.device.name, case.family, case.id, outcome, reason, nmse, perf_counter() - start
         )
 
-    def support(self, case: KitCase) -> Result:
+    def support(self, case: KitCase) -> CaseResult:
         """Check the device's claim about a case by computing it."""
         start = perf_counter()
         outcome, reason, claimed = self._support(case)
         took, facts = perf_counter() - start, {"supported": claimed}
-        return Result("support", self.device.name, case.family, case.id, outcome, reason, None, took, facts)
+        return CaseResult(
+            "support", self.device.name, case.family, case.id, outcome, reason, None, took, facts
+        )
 
     def free(self) -> None:
         """Free streams and memory.
@@ -201,7 +203,7 @@ def _inconsistency(device: Device, stream: Backend, built: Built) -> str:
     return ""
 
 
-def _expected(reference: Backend, memory: Memory, case: KitCase) -> Case:
+def _expected(reference: Backend, memory: ProgramMemory, case: KitCase) -> Case:
     """Return the case with the outputs that the reference computes."""
     built = case.program.case(case.id).build()
     image = memory.place(built)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
 from ggmlb.core.ops.spec import GAPS, OUTER, PADDED, PERMUTED, PLAIN, Extents
-from ggmlb.testing.programs import Case, Spec, Step
+from ggmlb.testing.programs import Case, ProgramStep, Spec
 
 # Inside `Program` the builtin names are methods.
 Integer: TypeAlias = int
@@ -93,7 +93,7 @@ class Program:
     nmse: float = 1e-7
     rule: str = ""
     leafs: list[Leaf] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProgramStep] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
 
@@ -196,13 +196,13 @@ class Program:
     def step(self, fn: str, *args: Any) -> str:
         """Call a function that returns a tensor."""
         name = f"y{len(self.steps)}"
-        self.steps.append(Step(name, fn, args))
+        self.steps.append(ProgramStep(name, fn, args))
         self.texts[name] = f"{fn}({','.join(map(self._text, args))})"
         return f"${name}"
 
     def void(self, fn: str, *args: Any) -> None:
         """Call a function that changes its first argument."""
-        self.steps.append(Step(None, fn, args))
+        self.steps.append(ProgramStep(None, fn, args))
         self.texts[args[0][1:]] += f"+{fn}({','.join(map(self._text, args[1:]))})"
 
     def out(self, fn: str, *args: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Final
 
-from ggmlb.testing.run import Runner, Task, worker_processes
+from ggmlb.testing.run import FamilyTask, Runner, worker_processes
 
 N_TRIED: Final = 8
 """Number of cases tried for each device and mode."""
@@ -17,7 +17,7 @@ TRIAL_S: Final = 4.0
 """Time after which no more cases are tried [s]."""
 
 
-def forecast_s(work: Sequence[Task], jobs: int = 1) -> float:
+def forecast_s(work: Sequence[FamilyTask], jobs: int = 1) -> float:
     """Try a few cases of each device and mode, and return the estimated duration of all [s].
 
     Cases differ, more so if compiled kernels are not cached. Results of the tried cases are ignored.
@@ -26,7 +26,7 @@ def forecast_s(work: Sequence[Task], jobs: int = 1) -> float:
         work: The tasks.
         jobs: Number of processes, for all modes except `perf`.
     """
-    groups: dict[tuple[str, str], list[Task]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[FamilyTask]] = defaultdict(list)
     for task in work:
         groups[task.device, task.mode].append(task)
     total_s = 0.0
@@ -47,7 +47,7 @@ def forecast_s(work: Sequence[Task], jobs: int = 1) -> float:
     return total_s
 
 
-def forecast(work: Sequence[Task], jobs: int = 1) -> str:
+def forecast(work: Sequence[FamilyTask], jobs: int = 1) -> str:
     """Return the estimated duration as text; cases are tried in another process if the run uses several."""
     if jobs <= 1:
         return about_minutes(forecast_s(work))
@@ -58,7 +58,7 @@ def forecast(work: Sequence[Task], jobs: int = 1) -> str:
         return "unknown, because a tried case ended its process"
 
 
-def _trials(tasks: Sequence[Task]) -> Iterator[Task]:
+def _trials(tasks: Sequence[FamilyTask]) -> Iterator[FamilyTask]:
     """Yield some cases, evenly distributed over the tasks, as tasks of one case."""
     cases = [(task, i) for task in tasks for i in task.ids]
     step = max(1, len(cases) // N_TRIED)

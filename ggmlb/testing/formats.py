@@ -12,13 +12,13 @@ from typing import Any, BinaryIO, Final
 from xml.sax.saxutils import quoteattr
 
 from ggmlb.testing.about import About
-from ggmlb.testing.results import Outcome, Result, counts
+from ggmlb.testing.results import CaseResult, Outcome, counts
 
 COLUMNS: Final = ("mode", "device", "family", "id", "outcome", "reason", "nmse", "time_s")
 """Columns of CSV, followed by the mode's own figures."""
 
 
-def as_json(results: Sequence[Result], about: About | None = None) -> str:
+def as_json(results: Sequence[CaseResult], about: About | None = None) -> str:
     """Return `{"run": {...}, "counts": {...}, "results": [{...}, ...]}`."""
     told = {outcome.value: n for outcome, n in counts(results).items()}
     records = [_finite(result.as_dict()) for result in results]
@@ -26,7 +26,7 @@ def as_json(results: Sequence[Result], about: About | None = None) -> str:
     return json.dumps({"run": run, "counts": told, "results": records}, indent=1)
 
 
-def as_csv(results: Sequence[Result], about: About | None = None) -> str:
+def as_csv(results: Sequence[CaseResult], about: About | None = None) -> str:
     """Return a line of names, and a line for each result; `about` is omitted."""
     facts = list(dict.fromkeys(name for result in results for name in result.facts))
     out = io.StringIO()
@@ -74,7 +74,7 @@ class JunitReport:
         self._write(self._start, _HEAD.encode() + self._end())
         self._end_of_suites = self._start + len(_HEAD.encode())
 
-    def add(self, result: Result) -> None:
+    def add(self, result: CaseResult) -> None:
         """Write a result."""
         self._n += 1
         suite = next((s for s in self._suites if (s.device, s.mode) == (result.device, result.mode)), None)
@@ -160,7 +160,7 @@ class _Suite:
         """The suite as XML."""
         return b"".join((self.head, *self._body, self.tail))
 
-    def add(self, result: Result) -> bytes:
+    def add(self, result: CaseResult) -> bytes:
         """Add a result; return its case as XML."""
         self._counts["tests"] += 1
         self._counts["failures"] += result.outcome.is_bad
@@ -172,7 +172,7 @@ class _Suite:
         return case
 
 
-def as_junit(results: Sequence[Result], about: About | None = None) -> str:
+def as_junit(results: Sequence[CaseResult], about: About | None = None) -> str:
     """Return the report of a complete run."""
     out, about = io.BytesIO(), about or About.here()
     report = JunitReport(out, about)
@@ -183,7 +183,7 @@ def as_junit(results: Sequence[Result], about: About | None = None) -> str:
     return out.getvalue().decode()
 
 
-def _case(result: Result) -> bytes:
+def _case(result: CaseResult) -> bytes:
     family = result.family.replace(" ", "_")
     case = ElementTree.Element("testcase", classname=f"ggmlb.{result.device}.{result.mode}.{family}")
     case.set("name", result.id)
@@ -205,7 +205,7 @@ def _pair(name: str, value: str) -> str:
     return f" name={_quoted(name)} value={_quoted(value)}"
 
 
-FORMATS: Final[dict[str, Callable[[Sequence[Result], About | None], str]]] = {
+FORMATS: Final[dict[str, Callable[[Sequence[CaseResult], About | None], str]]] = {
     "json": as_json,
     "csv": as_csv,
     "junit": as_junit,

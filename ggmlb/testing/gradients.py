@@ -31,7 +31,7 @@ from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.compute import refusal
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.placing import alloc_weight, weight_of
-from ggmlb.testing.results import Outcome, Result
+from ggmlb.testing.results import CaseResult, Outcome
 
 if TYPE_CHECKING:
     from ggmlb.testing.cases import KitCase
@@ -82,7 +82,7 @@ class GradientBench(Freeable):
         self.is_freed = True
         self._stack.close()
 
-    def check(self, case: KitCase) -> Result:
+    def check(self, case: KitCase) -> CaseResult:
         """Compare the gradients of a case's operands with differences."""
         start, facts = perf_counter(), dict[str, Any]()
         try:
@@ -93,7 +93,7 @@ class GradientBench(Freeable):
         except Exception as error:  # a backend may raise anything; the next case is tested all the same
             outcome, reason, nmse = Outcome.FAILED, f"it raised {one_line(error)}", None
         took = perf_counter() - start
-        return Result("grad", self.device.name, case.family, case.id, outcome, reason, nmse, took, facts)
+        return CaseResult("grad", self.device.name, case.family, case.id, outcome, reason, nmse, took, facts)
 
     def _check(self, case: KitCase, facts: dict[str, Any]) -> tuple[Outcome, str, float | None]:
         skipped = Outcome.SKIPPED

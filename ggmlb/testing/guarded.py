@@ -42,7 +42,7 @@ class Held(NamedTuple):
     nbytes: int
 
 
-class Watch:
+class WatchedBuffer:
     """A buffer (or its beginning) whose bytes are compared before and after a computation.
 
     Args:
@@ -99,7 +99,7 @@ class Image:
     """
 
     built: Built
-    watches: list[Watch]
+    watches: list[WatchedBuffer]
     kept: list[Tensor] = field(default_factory=list)
 
     def upload(self) -> None:
@@ -128,7 +128,7 @@ class Image:
         return not any((t.view_src or t) in leafs for t in results(self.built))
 
 
-class Memory(Protocol):
+class ProgramMemory(Protocol):
     """Memory for programs, one at a time."""
 
     def place(self, built: Built) -> Image:
@@ -160,7 +160,7 @@ class GuardedMemory:
         held, buffer, end = self.lay([t for t in roots if shared is None or t is not shared[0]])
         if shared is not None:
             tensor_alloc(buffer, shared[0], shared[1].offset)
-        watch = Watch(buffer, end, held)
+        watch = WatchedBuffer(buffer, end, held)
         for tensor in built.ctx.tensors:
             if tensor.view_src is not None and tensor.buffer is None:
                 view_init(tensor)

@@ -32,7 +32,7 @@ from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.placing import alloc_weight
-from ggmlb.testing.results import Outcome, Result
+from ggmlb.testing.results import CaseResult, Outcome
 
 F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
 
@@ -90,7 +90,7 @@ def _names(case: PerfCase) -> tuple[str, frozenset[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class PeakRates:
     """Measured peak rates of a device.
 
     Attributes:
@@ -116,7 +116,7 @@ def scale_of(device: Device) -> int:
     return 4 if device.type in (DeviceType.GPU, DeviceType.IGPU) else 1
 
 
-def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
+def measure(device: Device, case: PerfCase, rates: PeakRates) -> CaseResult:
     """Time a case on a device."""
     ctx = Context()
     node = case.build(ctx, scale_of(device))
@@ -126,9 +126,9 @@ def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
         took, why = None, f"no room: {error}"
     except Exception as error:
         told = f"it raised {one_line(error)}"
-        return Result("perf", device.name, case.family, case.id, Outcome.FAILED, told)
+        return CaseResult("perf", device.name, case.family, case.id, Outcome.FAILED, told)
     if took is None:
-        return Result("perf", device.name, case.family, case.id, Outcome.SKIPPED, why)
+        return CaseResult("perf", device.name, case.family, case.id, Outcome.SKIPPED, why)
     moved, work = moved_nbytes(node), flops(node)
     best, best_gflop_s = rates.best
     limits = {"copy": moved / rates.copy_gb_s / 1e9} if rates.copy_gb_s else {}
@@ -146,7 +146,7 @@ def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
         "product_gflop_s": best_gflop_s or None,
         "product_type": best or None,
     }
-    return Result("perf", device.name, case.family, case.id, Outcome.PASSED, "", None, took, facts)
+    return CaseResult("perf", device.name, case.family, case.id, Outcome.PASSED, "", None, took, facts)
 
 
 def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[float | None, str]:
@@ -162,7 +162,7 @@ def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[floa
         return (None, f"not supported: {why}") if why else (time_node(device, ctx, node), "")
 
 
-def measure_rates(device: Device) -> Rates:
+def measure_rates(device: Device) -> PeakRates:
     """Measure the peak rates of copies and products."""
     scale = scale_of(device)
     ctx = Context()
@@ -177,7 +177,7 @@ def measure_rates(device: Device) -> Rates:
         product = time_or_none(device, ctx, node)
         if product:
             products[dtype.name.lower()] = 2 * edge**3 / product / 1e9
-    return Rates(2 * copy.nbytes / took / 1e9 if took else 0.0, products)
+    return PeakRates(2 * copy.nbytes / took / 1e9 if took else 0.0, products)
 
 
 def time_or_none(device: Device, ctx: Context, node: Tensor) -> float | None:

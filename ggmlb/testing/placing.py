@@ -10,13 +10,13 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType, view_init
 from ggmlb.parallel.meta import MetaBuffer, MetaBufferType
 from ggmlb.runtime.alloc import alloc_tensors
-from ggmlb.testing.guarded import GuardedMemory, Held, Image, Memory, Watch, results
+from ggmlb.testing.guarded import GuardedMemory, Held, Image, ProgramMemory, WatchedBuffer, results
 
 if TYPE_CHECKING:
     from ggmlb.testing.programs import Built
 
 
-def memory_of(buft: BufferType) -> Memory:
+def memory_of(buft: BufferType) -> ProgramMemory:
     """Return memory for programs in a device's own buffer type."""
     return ShardedMemory(buft) if isinstance(buft, MetaBufferType) else GuardedMemory(buft)
 
@@ -63,14 +63,14 @@ class ShardedMemory:
 
 def _watched(
     buffer: Buffer, size: int | None, roots: Iterable[Tensor], written: set[Tensor]
-) -> Iterable[Watch]:
+) -> Iterable[WatchedBuffer]:
     """Watch each device's part of a buffer: its first `size` bytes, or all."""
     assert isinstance(buffer, MetaBuffer)
     here = [(t, buffer.slices(t)) for t in roots if t.buffer is buffer]
     for j, part in enumerate(buffer.parts):
         held = [Held(t, slices[j].offset, slices[j].nbytes) for t, slices in here]
         if part.size:
-            watch = Watch(part, part.size if size is None else size, held)
+            watch = WatchedBuffer(part, part.size if size is None else size, held)
             for t, start, nbytes in held:
                 if t in written:
                     watch.written[start : start + nbytes] = True
@@ -85,7 +85,7 @@ class WeightMemory:
         rest: Memory of all other tensors.
     """
 
-    def __init__(self, buft: BufferType, rest: Memory) -> None:
+    def __init__(self, buft: BufferType, rest: ProgramMemory) -> None:
         self._buft = buft
         self._rest = rest
         self._weight: Buffer | None = None

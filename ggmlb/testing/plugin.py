@@ -13,8 +13,8 @@ from ggmlb.core.errors import BackendUnavailable, RegistryError
 from ggmlb.testing.names import device_names
 
 if TYPE_CHECKING:
-    from ggmlb.testing.results import Result
-    from ggmlb.testing.run import Runner, Task
+    from ggmlb.testing.results import CaseResult
+    from ggmlb.testing.run import FamilyTask, Runner
     from ggmlb.testing.xfail import ExpectedFailures
 
 MODES = "test,support,behaviour"
@@ -72,9 +72,9 @@ def ggmlb_xfails(pytestconfig: pytest.Config) -> Callable[[str], ExpectedFailure
 def run_case(
     runner: Runner,
     xfails: Callable[[str], ExpectedFailures],
-    case: tuple[Task, str],
+    case: tuple[FamilyTask, str],
     properties: list[tuple[str, object]],
-) -> Result:
+) -> CaseResult:
     """Run one case and convert its outcome to pytest's.
 
     Args:
@@ -106,7 +106,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Report the ops that a device claims but of which no case was computed."""
     from ggmlb.testing.claims import warnings
     from ggmlb.testing.devices import device_named
-    from ggmlb.testing.results import Outcome, Result
+    from ggmlb.testing.results import CaseResult, Outcome
 
     outcomes = {"passed": Outcome.PASSED, "failed": Outcome.FAILED, "xfailed": Outcome.XFAILED}
     results = []
@@ -115,13 +115,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             facts = dict(getattr(report, "user_properties", ()))  # a module's own report has none
             if "ggmlb_case" in facts:
                 mode, device, family, case = (facts[f"ggmlb_{of}"] for of in FACTS)
-                results.append(Result(mode, device, family, case, outcomes.get(kind, Outcome.SKIPPED)))
+                results.append(CaseResult(mode, device, family, case, outcomes.get(kind, Outcome.SKIPPED)))
     devices = [device_named(name) for name in dict.fromkeys(result.device for result in results)]
     for line in warnings(devices, results):
         terminalreporter.write_line(f"ggmlb: {line}", yellow=True)
 
 
-def _tasks(config: pytest.Config, name: str) -> list[Task]:
+def _tasks(config: pytest.Config, name: str) -> list[FamilyTask]:
     from ggmlb.core.errors import ArgumentError
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.run import selections, tasks

@@ -87,7 +87,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """A call of a `Context` method; `out` names its result, and is None where C returns void."""
 
     out: str | None
@@ -110,7 +110,7 @@ class Case:
     family: str
     op: str
     leafs: tuple[Spec, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     outputs: tuple[Spec, ...]
     nmse: float
     rule: str = ""
@@ -148,7 +148,7 @@ class Case:
         # Last, because a void function may have added a source to the node of an earlier step.
         return Built(self, ctx, Graph().build_forward_expand(*results), tensors)
 
-    def _call(self, ctx: Context, step: Step, tensors: dict[str, Tensor]) -> Tensor:
+    def _call(self, ctx: Context, step: ProgramStep, tensors: dict[str, Tensor]) -> Tensor:
         method = getattr(ctx, step.fn, None)
         if method is None:
             known = [name for name in dir(ctx) if not name.startswith("_")]
@@ -223,7 +223,7 @@ def _case(record: dict[str, Any], family: str, archive: Archive) -> Case:
         family=family,
         op=record["op"],
         leafs=tuple(_spec(item, archive) for item in record["leafs"]),
-        steps=tuple(Step(s["out"], s["fn"], tuple(s["args"])) for s in record["steps"]),
+        steps=tuple(ProgramStep(s["out"], s["fn"], tuple(s["args"])) for s in record["steps"]),
         outputs=tuple(_spec(item, archive) for item in record["outputs"]),
         nmse=record["nmse"],
         rule=record.get("compare", ""),

@@ -1,4 +1,4 @@
-"""Result, the record of one case on one device in one mode."""
+"""CaseResult, the record of one case on one device in one mode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Outcome(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CaseResult:
     """The outcome of a case.
 
     Attributes:
@@ -55,7 +55,7 @@ class Result:
     time_s: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def told(self, outcome: Outcome, reason: str) -> Result:
+    def told(self, outcome: Outcome, reason: str) -> CaseResult:
         """Return the same case with another outcome."""
         return replace(self, outcome=outcome, reason=reason)
 
@@ -66,7 +66,7 @@ class Result:
         return {**fields, "outcome": self.outcome.value, **facts}
 
 
-def counts(results: Iterable[Result]) -> dict[Outcome, int]:
+def counts(results: Iterable[CaseResult]) -> dict[Outcome, int]:
     """Count the results by outcome."""
     found = Counter(result.outcome for result in results)
     return {outcome: found[outcome] for outcome in Outcome}
@@ -76,7 +76,7 @@ OK, SOME_FAILED, UNKNOWN_DEVICE, NOTHING_RAN = 0, 1, 4, 5
 """Exit statuses; 1, 4 (usage error) and 5 have pytest's meaning."""
 
 
-def exit_status(results: Iterable[Result]) -> int:
+def exit_status(results: Iterable[CaseResult]) -> int:
     """Return 0 if nothing failed and something ran, 1 if something failed, 5 if nothing ran (as pytest)."""
     found = counts(results)
     if any(n for outcome, n in found.items() if outcome.is_bad):

@@ -21,7 +21,7 @@ from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.compute import Bench
 from ggmlb.testing.devices import device_named, weight_memories
-from ggmlb.testing.results import Outcome, Result
+from ggmlb.testing.results import CaseResult, Outcome
 
 if TYPE_CHECKING:
     from ggmlb.testing.cases import KitCase
@@ -65,7 +65,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class FamilyTask:
     """The cases of one family on one device: the unit of work of a process.
 
     Attributes:
@@ -79,7 +79,7 @@ class Task:
     memory: str = ""
 
 
-def tasks(device: Device, selection: Selection) -> list[Task]:
+def tasks(device: Device, selection: Selection) -> list[FamilyTask]:
     """Return the tasks of a selection on a device, in the table's order."""
     found = []
     with_weights = WITH_WEIGHTS.get(selection.mode, PRODUCTS)
@@ -92,7 +92,7 @@ def tasks(device: Device, selection: Selection) -> list[Task]:
             if selection.limit:
                 ids = ids[: selection.limit]
             if ids:
-                found.append(Task(device.name, selection.mode, family, tuple(ids), memory))
+                found.append(FamilyTask(device.name, selection.mode, family, tuple(ids), memory))
     return found
 
 
@@ -173,9 +173,9 @@ class Runner:
         self._devices = {device.name: device for device in devices}
         self._benches: dict[str, Bench] = {}
         self._gradients: dict[str, gradients.GradientBench] = {}
-        self._rates: dict[str, perf.Rates] = {}
+        self._rates: dict[str, perf.PeakRates] = {}
 
-    def run(self, task: Task) -> Iterator[Result]:
+    def run(self, task: FamilyTask) -> Iterator[CaseResult]:
         """Yield the results of a task, one by one."""
         device = self.device(task.device)
         if task.mode == "behaviour":
@@ -198,7 +198,7 @@ class Runner:
             self._devices[name] = device_named(name)
         return self._devices[name]
 
-    def rates(self, device: Device) -> perf.Rates:
+    def rates(self, device: Device) -> perf.PeakRates:
         """Return the peak rates of a device for mode `perf`, measured once."""
         if device.name not in self._rates:
             self._rates[device.name] = perf.measure_rates(device)
@@ -217,7 +217,7 @@ class Runner:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run_of(self, device: Device, mode: str) -> Callable[[KitCase], Result]:
+    def _run_of(self, device: Device, mode: str) -> Callable[[KitCase], CaseResult]:
         if mode == "grad":
             if device.name not in self._gradients:
                 self._gradients[device.name] = gradients.GradientBench(device)
@@ -228,14 +228,14 @@ class Runner:
         return bench.support if mode == "support" else bench.test
 
 
-def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:
+def run_all(work: Sequence[FamilyTask], jobs: int = 1) -> Iterator[CaseResult]:
     """Yield the results of all tasks in their order.
 
     Args:
         work: The tasks.
         jobs: Number of processes, each with its own streams: a crash ends one family, not the run.
     """
-    waiting: dict[int, list[Result]] = {i: [] for i in range(len(work))}
+    waiting: dict[int, list[CaseResult]] = {i: [] for i in range(len(work))}
     for i, result in run_as_done(work, jobs):
         waiting[i].append(result)
         if jobs <= 1:
@@ -245,7 +245,7 @@ def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:
         yield from waiting[i]
 
 
-def run_as_done(work: Sequence[Task], jobs: int = 1) -> Iterator[tuple[int, Result]]:
+def run_as_done(work: Sequence[FamilyTask], jobs: int = 1) -> Iterator[tuple[int, CaseResult]]:
     """Yield each result as soon as it is known, with the index of its task.
 
     Tasks of mode `perf` run last, in one process, with nothing beside them. If the caller stops or
@@ -265,7 +265,7 @@ def run_as_done(work: Sequence[Task], jobs: int = 1) -> Iterator[tuple[int, Resu
     yield from _in_processes({i: task for i, task in numbered.items() if task.mode == "perf"}, 1)
 
 
-def _in_processes(left: dict[int, Task], jobs: int) -> Iterator[tuple[int, Result]]:
+def _in_processes(left: dict[int, FamilyTask], jobs: int) -> Iterator[tuple[int, CaseResult]]:
     last, alone = max(left, default=-1), jobs == 1
     of = left.get(last)
     while left:
@@ -287,7 +287,7 @@ def _in_processes(left: dict[int, Task], jobs: int) -> Iterator[tuple[int, Resul
                 alone = jobs == 1 or not alone
     if of is not None and jobs > 1 and alone:
         why = f"a worker process ended while {jobs} ran, but none when run alone: too little memory?"
-        yield last, Result(of.mode, of.device, "processes", "worker processes", Outcome.FAILED, why)
+        yield last, CaseResult(of.mode, of.device, "processes", "worker processes", Outcome.FAILED, why)
 
 
 @contextmanager
@@ -323,14 +323,14 @@ _of_process: list[Runner] = []
 """The runner of a worker process, which frees its streams when the process ends."""
 
 
-def _in_process(task: Task) -> list[Result]:
+def _in_process(task: FamilyTask) -> list[CaseResult]:
     if not _of_process:
         _of_process.append(Runner())
         atexit.register(_of_process[0].close)
     return list(_of_process[0].run(task))
 
 
-def _crashed(task: Task) -> Iterator[Result]:
+def _crashed(task: FamilyTask) -> Iterator[CaseResult]:
     why = "the worker process ended while it ran only this family: a crash in the backend?"
     for name in task.ids:
-        yield Result(task.mode, task.device, task.family, name, Outcome.FAILED, why)
+        yield CaseResult(task.mode, task.device, task.family, name, Outcome.FAILED, why)

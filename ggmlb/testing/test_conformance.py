@@ -10,12 +10,12 @@ from ggmlb.testing.plugin import run_case
 if TYPE_CHECKING:
     import pytest
 
-    from ggmlb.testing.run import Runner, Task
+    from ggmlb.testing.run import FamilyTask, Runner
     from ggmlb.testing.xfail import ExpectedFailures
 
 
 def test_case(
-    ggmlb_case: tuple[Task, str],
+    ggmlb_case: tuple[FamilyTask, str],
     ggmlb_runner: Runner,
     ggmlb_xfails: Callable[[str], ExpectedFailures],
     request: pytest.FixtureRequest,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ggmlb.core.errors import ArgumentError
 from ggmlb.interface import Device
-from ggmlb.testing.results import Outcome, Result
+from ggmlb.testing.results import CaseResult, Outcome
 
 PROC = "conformance_xfails"
 """Optional function of `BackendReg.get_proc_address`: a device's known failures, `{pattern: reason}`."""
@@ -45,7 +45,7 @@ class ExpectedFailures:
         shipped: Mapping[str, str] = ask(device) if ask is not None else {}
         return cls([*shipped.items(), *(_read(file) if file is not None else ())])
 
-    def judge(self, result: Result) -> Result:
+    def judge(self, result: CaseResult) -> CaseResult:
         """Return the result with an expected failure as `XFAILED`, an unexpected pass as `XPASSED`."""
         name = f"{result.mode} {result.id}"
         entry = next((e for e in self._entries if e.pattern.search(name)), None)

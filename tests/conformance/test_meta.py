@@ -12,7 +12,7 @@ import ggmlb
 from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.parallel.meta import MIRRORED
-from ggmlb.parallel.meta.reduce import Communicator
+from ggmlb.parallel.meta.reduce import MetaCommunicator
 from ggmlb.testing.devices import sharded_by_chance
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.programs import Case
@@ -105,7 +105,7 @@ def test_sums_are_the_same_bits_on_every_device(n: int) -> None:
         ctx = Context()
         values = rng.normal(size=(n, 5, 7)).astype(np.float32)
         parts = [ctx.from_array(values[j], copy=True) for j in range(n)]
-        communicator = Communicator(backends)
+        communicator = MetaCommunicator(backends)
         communicator.sum_of(parts, has)()
         results = [p.to_numpy() for p in parts]
         np.testing.assert_allclose(results[0], values[has].sum(axis=0), rtol=1e-5, atol=1e-5)

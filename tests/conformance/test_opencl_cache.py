@@ -12,7 +12,7 @@ import pytest
 from ggmlb import Context, DType
 from ggmlb.backends.gpu import Target, lower
 from ggmlb.backends.opencl import _can_cache, pocl
-from ggmlb.backends.opencl.program import Entry, Programs
+from ggmlb.backends.opencl.program import CacheEntry, Programs
 from tests.support.gpus import OPENCL, device_fixture
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ device = device_fixture(OPENCL)
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each program that is looked up was found."""
     found: list[bool] = []
-    load = Entry.load
+    load = CacheEntry.load
 
     def spy(*args: object) -> object:
         program = load(*args)  # type: ignore[arg-type]
         found.append(program is not None)
         return program
 
-    monkeypatch.setattr(Entry, "load", spy)
+    monkeypatch.setattr(CacheEntry, "load", spy)
     return found
 
 

@@ -17,7 +17,7 @@ from ggmlb.core.errors import BackendUnavailable, RegistryError
 from ggmlb.testing.cases import FAMILIES
 from ggmlb.testing.devices import device_named
 from ggmlb.testing.draw import Program
-from ggmlb.testing.programs import Built, Step
+from ggmlb.testing.programs import Built, ProgramStep
 from tests.support.oracle import programs
 
 POISON = 0xFF  # NaN in every float type, so that an element that is not written shows
@@ -77,12 +77,12 @@ def compare(program: Program, backend: Backend, reference: Backend, other: Progr
 def in_order(program: Program) -> Program:
     """The program with a contiguous copy of each operand that is a view of a leaf."""
     leafs = {f"${leaf.name}" for leaf in program.leafs}
-    steps: list[Step] = []
+    steps: list[ProgramStep] = []
     copies: dict[str, str] = {}
     for step in program.steps:
         steps.append(replace(step, args=_named(step.args, copies)))
         if step.fn in ("permute", "view_4d") and step.args[0] in leafs and step.out not in program.outputs:
-            steps.append(Step(f"{step.out}c", "cont", (f"${step.out}",)))
+            steps.append(ProgramStep(f"{step.out}c", "cont", (f"${step.out}",)))
             copies[f"${step.out}"] = f"${step.out}c"
     return replace(program, steps=steps)
 

@@ -1,4 +1,4 @@
-"""Arena: best fit, joined neighbours, chunks."""
+"""DynamicAllocator: best fit, joined neighbours, chunks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb.runtime.compile.allocate import CHUNK_BITS, Arena
+from ggmlb.runtime.compile.allocate import CHUNK_BITS, DynamicAllocator
 
 
 def test_the_smallest_block_that_fits_is_taken_and_the_end_grows_last() -> None:
-    arena = Arena(1 << 40)
+    arena = DynamicAllocator(1 << 40)
     a, _, c, *_ = (arena.alloc(size) for size in (96, 32, 64, 32, 32))
     arena.free(a, 96)
     arena.free(c, 64)
@@ -20,7 +20,7 @@ def test_the_smallest_block_that_fits_is_taken_and_the_end_grows_last() -> None:
 
 
 def test_a_full_chunk_is_followed_by_another_and_joins_nothing_across() -> None:
-    arena = Arena(64)
+    arena = DynamicAllocator(64)
     a, b, c = arena.alloc(64), arena.alloc(32), arena.alloc(64)
     assert (a, b, c) == (0, 1 << CHUNK_BITS, 2 << CHUNK_BITS)
     arena.free(a, 64)
@@ -35,7 +35,7 @@ def test_a_full_chunk_is_followed_by_another_and_joins_nothing_across() -> None:
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 8), st.integers(0, 100)), max_size=80),
 )
 def test_blocks_never_overlap_and_lie_in_their_chunks(limit: int, steps: list[tuple[bool, int, int]]) -> None:
-    arena = Arena(limit)
+    arena = DynamicAllocator(limit)
     held: list[tuple[int, int]] = []
     for take, size, which in steps:
         if take or not held:

@@ -18,7 +18,7 @@ import pytest
 from ggmlb import devices
 from ggmlb.cli import main
 from ggmlb.testing import perf
-from ggmlb.testing.results import Outcome, Result
+from ggmlb.testing.results import CaseResult, Outcome
 from tests.support.processes import ROOT, python
 from tests.support.processes import ggmlb_command as run
 
@@ -266,12 +266,12 @@ def test_no_figure_of_perf_is_cut(width: int, capsys: pytest.CaptureFixture[str]
     }
     passed, took_s = Outcome.PASSED, 123.4e-6
     results = [
-        Result("perf", "Some0", of.op, of.id, passed, "", None, took_s, {**facts, "memory": of.memory})
+        CaseResult("perf", "Some0", of.op, of.id, passed, "", None, took_s, {**facts, "memory": of.memory})
         for case in perf.CASES
         for of in (case, case.within("Some0_Repacked"))
     ]
     why = "not supported: no kernel for SUM"
-    results.append(Result("perf", "Some0", "sum", "sum(f32)", Outcome.SKIPPED, why))
+    results.append(CaseResult("perf", "Some0", "sum", "sum(f32)", Outcome.SKIPPED, why))
     print_results(Console(width=width, highlight=False), results)
     told = capsys.readouterr().out.splitlines()
     rows = [line for line in told if "% of product" in line]

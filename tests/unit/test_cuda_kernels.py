@@ -18,7 +18,7 @@ from ggmlb.backends.cuda.kernels import PACKAGE, Lowering, Step
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.backends.cuda.lowering import CudaLowering
 from ggmlb.backends.gpu import Launch, Target, declines
-from ggmlb.backends.gpu.kinds import Bound
+from ggmlb.backends.gpu.kinds import BoundItems
 from ggmlb.backends.gpu.scratch import place_pieces
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import Built, Case
@@ -235,7 +235,7 @@ def test_products_with_the_same_input_share_its_preparation() -> None:
     changed = ctx.scale_inplace(x, 2.0)
     nodes = [ctx.mul_mat(q, x), ctx.mul_mat(k, x), changed, ctx.mul_mat(v, x)]
     place(ctx)
-    bound = Bound(nodes, Kinds(), CudaLowering(CARD, 90))
+    bound = BoundItems(nodes, Kinds(), CudaLowering(CARD, 90))
     kernels = iter([request.kernel.name for request, _ in bound.steps])
     names = [list(islice(kernels, n)) for n in bound.n_steps]
     assert names == [["quantize_q8", "mul_mat_q8"], ["mul_mat_q8"], ["map"], ["quantize_q8", "mul_mat_q8"]]

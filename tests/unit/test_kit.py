@@ -33,7 +33,7 @@ from ggmlb.testing.guarded import poison
 from ggmlb.testing.limits import limit
 from ggmlb.testing.names import device_names
 from ggmlb.testing.page import page
-from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, Outcome, Result, exit_status
+from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, CaseResult, Outcome, exit_status
 from ggmlb.testing.run import ALL, Runner, Selection, known_ops, run_all, run_as_done, selections, tasks
 from ggmlb.testing.xfail import ExpectedFailures
 from tests.support.processes import python
@@ -181,7 +181,7 @@ def test_perf_measures(monkeypatch):
     monkeypatch.setattr(perf, "BATCH_S", 0.0)
     cpu = device_by_name("CPU")
     (case,) = (c for c in perf.CASES if c.id == "mul_mat(f32,f32;n=8)")
-    result = perf.measure(cpu, case, perf.Rates(1.0, {"f32": 1e-6}))
+    result = perf.measure(cpu, case, perf.PeakRates(1.0, {"f32": 1e-6}))
     assert result.outcome is Outcome.PASSED
     assert result.facts["gflop_s"] == pytest.approx(2 * 2048 * 4096 * 8 / result.time_s / 1e9)
     nbytes = 4 * (2048 * 4096 + 8 * (2048 + 4096))
@@ -206,7 +206,7 @@ def test_perf_measures_products_with_weights_in_memory_made_for_them(monkeypatch
     work = tasks(cpu, Selection("perf", ("mul_mat",), r"q[48]_0,f32;n=8\)"))
     assert [task.memory for task in work] == ["", "CPU_F32"]
     with Runner([cpu]) as runner:
-        runner._rates["CPU"] = perf.Rates(1.0, {"f32": 1.0, "q8_0": 2.0})
+        runner._rates["CPU"] = perf.PeakRates(1.0, {"f32": 1.0, "q8_0": 2.0})
         results = [r for task in work for r in runner.run(task)]
     names = [f"mul_mat({t},f32;n=8){where}" for where in ("", " in CPU_F32") for t in ("q4_0", "q8_0")]
     assert [(r.id, r.outcome) for r in results] == [(name, Outcome.PASSED) for name in names]
@@ -222,7 +222,7 @@ def test_perf_of_a_device_without_copy_or_product_has_no_limit(capsys):
     from ggmlb.testing import perf
 
     (case,) = (c for c in perf.CASES if c.id == "argmax(f32)")
-    result = perf.measure(device_by_name("CPU"), case, perf.Rates(0.0, {}))
+    result = perf.measure(device_by_name("CPU"), case, perf.PeakRates(0.0, {}))
     assert (result.outcome, result.facts["limit"]) == (Outcome.PASSED, None)
     print_results(Console(width=80, highlight=False), [result])
     told = capsys.readouterr().out
@@ -235,7 +235,7 @@ def test_perf_skips_what_a_memory_does_not_take():
 
     cpu = device_by_name("CPU")
     (case,) = (c for c in perf.CASES if c.id == "get_rows(f16)")
-    result = perf.measure(cpu, case.within("CPU_F32"), perf.Rates(1.0, {}))
+    result = perf.measure(cpu, case.within("CPU_F32"), perf.PeakRates(1.0, {}))
     assert result.outcome is Outcome.SKIPPED
     assert "CPU_F32" in result.reason
 
@@ -291,7 +291,7 @@ def test_weights_lie_in_every_kind_of_memory():
 
 
 def result(outcome, id="add(f32[1])", reason="", **facts):
-    return Result("test", "CPU", "add", id, outcome, reason, 1e-9, 0.5, facts)
+    return CaseResult("test", "CPU", "add", id, outcome, reason, 1e-9, 0.5, facts)
 
 
 def test_exit_status():
@@ -338,7 +338,7 @@ def test_json():
     told = json.loads(as_json(RESULTS))
     assert told["counts"] == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 0, "xpassed": 0}
     assert told["results"][0]["gb_s"] == 2.5
-    nan = json.loads(as_json([Result("test", "CPU", "x", "y", Outcome.FAILED, "", float("nan"))]))
+    nan = json.loads(as_json([CaseResult("test", "CPU", "x", "y", Outcome.FAILED, "", float("nan"))]))
     assert nan["results"][0]["nmse"] == "nan"
 
 
@@ -418,7 +418,7 @@ def test_a_device_that_cannot_tell_its_driver_is_tested_all_the_same():
 def in_order_of_another(n):
     """Results of two devices and two modes, in the order in which several processes may give them."""
     made = [
-        Result(mode, device, "add", f"add({i})", Outcome(outcome), "why\n<not>", None, 1e3)
+        CaseResult(mode, device, "add", f"add({i})", Outcome(outcome), "why\n<not>", None, 1e3)
         for i, outcome in zip(range(n), itertools.cycle(("passed", "failed", "skipped", "xpassed")))
         for device in ("CPU", "Önd0")
         for mode in ("test", "support")

@@ -160,6 +160,14 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
 
 
+def test_a_public_class_name_is_defined_once() -> None:
+    found: dict[str, set[str]] = {}
+    for module, text in sources().items():
+        for name in re.findall(r"^class ([A-Z]\w*)", text, re.MULTILINE):
+            found.setdefault(name, set()).add(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
 def test_the_documentation_draws_this_table() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     assert "\n".join(f"| `{name}` | {what} |" for name, what in ROOMS.items() if name) in text

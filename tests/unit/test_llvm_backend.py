@@ -20,7 +20,7 @@ from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
 from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.llvm import LlvmReg, backend_reg, table
 from ggmlb.backends.llvm.backend import LlvmBackend
-from ggmlb.backends.llvm.codegen.emit import Kernel
+from ggmlb.backends.llvm.codegen.emit import Emitter
 from ggmlb.backends.llvm.codegen.host import target_for
 from ggmlb.backends.llvm.codegen.library import Library
 from ggmlb.backends.llvm.codegen.value import I64
@@ -191,7 +191,7 @@ def test_any_number_of_threads_gives_the_same(llvm: LlvmBackend) -> None:
         llvm.set_n_threads(0)
 
 
-def tally(k: Kernel) -> None:
+def tally(k: Emitter) -> None:
     """Count how often each chunk is done: `counts`."""
     at = k.build.inttoptr((k.int_arg() + k.chunk * 8).raw, I64.as_pointer())
     k.build.atomic_rmw("add", at, k.i64(1).raw, "monotonic")

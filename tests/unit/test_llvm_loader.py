@@ -14,7 +14,7 @@ pytest.importorskip("llvmlite")
 from llvmlite import binding, ir
 
 from ggmlb.backends.llvm.codegen import host, loader
-from ggmlb.backends.llvm.codegen.emit import Kernel
+from ggmlb.backends.llvm.codegen.emit import Emitter
 from ggmlb.backends.llvm.codegen.library import Library, function, optimised
 from ggmlb.backends.llvm.kernels import convert
 from ggmlb.core.dtypes import DType, quantize
@@ -57,13 +57,13 @@ def test_as_llvm_loads(dtype: str) -> None:
 
 def test_other_processors_are_left_to_llvm() -> None:
     neon = next(level for level in host.LEVELS if level.name == "neon")
-    target = host.Target(neon, "generic", "+neon,+dotprod", "aarch64-unknown-linux-gnu")
+    target = host.CompileTarget(neon, "generic", "+neon,+dotprod", "aarch64-unknown-linux-gnu")
     machine = target.machine(jit=False)
     code = machine.emit_object(optimised(target, machine, convert.copy, ("f32", "f16"), SYMBOL))
     assert loader.load(code, SYMBOL) is None
 
 
-def calls_a_library(k: Kernel) -> None:
+def calls_a_library(k: Emitter) -> None:
     k.call("sched_yield", ir.VoidType())
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import ggmlb
 from ggmlb.backends.llvm.codegen import host, simd
-from ggmlb.backends.llvm.codegen.emit import Kernel
+from ggmlb.backends.llvm.codegen.emit import Emitter
 from ggmlb.backends.llvm.codegen.library import Library, function, library, optimised, source_files
 from ggmlb.backends.llvm.codegen.value import F32, I8, vec
 from ggmlb.backends.llvm.kernels import (
@@ -32,7 +32,7 @@ from ggmlb.backends.llvm.kernels import (
     matvec,
     tiles,
 )
-from ggmlb.backends.llvm.kernels.attention_units import Shape
+from ggmlb.backends.llvm.kernels.attention_units import HeadParams
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.quantize import WRITERS
 from ggmlb.core import dtypes
@@ -57,7 +57,7 @@ def call(lib: Library, emit: Emit, params: tuple[Any, ...], *arrays: Any) -> Non
     function(lib.address(emit, params), 4)(args.ctypes.data, 0, 1, 0)
 
 
-def dots(k: Kernel, lanes: int, offset: int | None) -> None:
+def dots(k: Emitter, lanes: int, offset: int | None) -> None:
     codes_at, x_at, y_at = k.ints(3)
     codes, x = (k.load(vec(I8, 4 * lanes), at) for at in (codes_at, x_at))
     dot = simd.Dot(k, lanes)
@@ -77,7 +77,7 @@ def test_products_of_bytes(lib: Library, lanes: int, offset: int | None, most: i
     assert (y == right).all()
 
 
-def mapped(k: Kernel, name: str, n: int) -> None:
+def mapped(k: Emitter, name: str, n: int) -> None:
     x_at, y_at = k.ints(2)
     values = k.load(vec(F32, n), x_at)
     fn = getattr(simd, name)
@@ -139,7 +139,7 @@ def test_functions_of_numbers_of_every_size(lib: Library, name: str) -> None:
     np.testing.assert_allclose(y, right, rtol=4e-7, atol=2e-38)
 
 
-def halves(k: Kernel, n: int) -> None:
+def halves(k: Emitter, n: int) -> None:
     x_at, half_at, back_at, bfloat_at = k.ints(4)
     x = k.load(vec(F32, n), x_at)
     half = simd.to_half(k, x)
@@ -165,7 +165,7 @@ def test_halves(lib: Library) -> None:
     assert (bfloat.view(DType.BF16.numpy)[real] == x[real].astype(DType.BF16.numpy)).all()
 
 
-def turned(k: Kernel, n: int) -> None:
+def turned(k: Emitter, n: int) -> None:
     x_at, y_at, sums_at = k.ints(3)
     rows = [k.load(vec(F32, n), x_at + 4 * n * i) for i in range(n)]
     for i, row in enumerate(tiles.transposed(rows)):
@@ -182,7 +182,7 @@ def test_transposing_and_sums_of_rows(lib: Library) -> None:
     assert (sums == x.sum(1)).all()
 
 
-def blocks(k: Kernel, dtype: str, n_bytes: int) -> None:
+def blocks(k: Emitter, dtype: str, n_bytes: int) -> None:
     at, codes_at, scales_at = k.ints(3)
     form = FORMS[dtype]
     places = [at + i * form.nbytes for i in range(256 // form.block)]
@@ -253,12 +253,12 @@ def test_kernels_on_disk_are_of_all_sources(simd_name: str) -> None:
                 assert set(used) <= set(files), f"{path.name} imports from {node.module}"
 
 
-NEON = host.Target(
+NEON = host.CompileTarget(
     next(level for level in host.LEVELS if level.name == "neon"), "generic", "+neon,+dotprod,+fullfp16",
     "aarch64-unknown-linux-gnu",
 )  # fmt: skip
 
-FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
+FLASH = HeadParams(64, 64, "f32", "q8_0", "f16", True, True, True)
 
 
 @pytest.mark.parametrize(

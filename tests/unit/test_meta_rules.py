@@ -11,7 +11,7 @@ import pytest
 import ggmlb
 from ggmlb import Context, Graph, GraphAllocator, SplitState, Tensor
 from ggmlb.parallel.meta import MIRRORED
-from ggmlb.parallel.meta.reduce import Communicator
+from ggmlb.parallel.meta.reduce import MetaCommunicator
 from ggmlb.testing.fake import FakeReg
 
 CPU = ggmlb.device_by_name("CPU")
@@ -175,5 +175,5 @@ def test_devices_of_two_kinds_do_not_sum_by_the_means_of_one() -> None:
             return pytest.fail
 
     with Reg(2).devices[0].init_backend() as fake, CPU.init_backend() as cpu:
-        assert not Communicator([fake, cpu]).allreduce([])
-        assert not Communicator([fake]).allreduce([])
+        assert not MetaCommunicator([fake, cpu]).allreduce([])
+        assert not MetaCommunicator([fake]).allreduce([])

@@ -16,7 +16,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import ArgumentError
 from ggmlb.runtime.alloc import alloc_ctx_tensors
-from ggmlb.testing.programs import Archive, Case, Spec, Step, compare_bytes, load_cases
+from ggmlb.testing.programs import Archive, Case, ProgramStep, Spec, compare_bytes, load_cases
 from tests.support.golden import CASES as GOLDEN
 from tests.support.golden import FOLDER
 
@@ -108,7 +108,7 @@ def test_quantised_outputs_are_compared_dequantised_or_block_by_block():
 
 
 ROWS = F([[5, 1, 4], [7, 9, 8]])
-STEP = [Step("y", "argsort", ("$a", "#SORT_ORDER_ASC"))]
+STEP = [ProgramStep("y", "argsort", ("$a", "#SORT_ORDER_ASC"))]
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_leafs_may_be_made_in_a_context_of_their_own():
 @pytest.mark.parametrize(
     ("step", "part"),
     [
-        (Step("y", "rms_nrom", ("$a", 1e-6)), "no function 'rms_nrom'; did you mean 'rms_norm'"),
-        (Step("y", "neg", ("$b",)), "neg is given the unknown name 'b'"),
-        (Step("y", "unary", ("$a", "#UNARY_OP_GULE")), "unary is given the unknown name 'GULE'"),
-        (Step("y", "unary", ("$a", "#UNITARY_OP_NEG")), "unary is given the unknown name"),
+        (ProgramStep("y", "rms_nrom", ("$a", 1e-6)), "no function 'rms_nrom'; did you mean 'rms_norm'"),
+        (ProgramStep("y", "neg", ("$b",)), "neg is given the unknown name 'b'"),
+        (ProgramStep("y", "unary", ("$a", "#UNARY_OP_GULE")), "unary is given the unknown name 'GULE'"),
+        (ProgramStep("y", "unary", ("$a", "#UNITARY_OP_NEG")), "unary is given the unknown name"),
     ],
 )
 def test_unknown_names(step, part):

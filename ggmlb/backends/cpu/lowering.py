@@ -12,7 +12,7 @@ import ggmlb.backends.cpu.ops  # noqa: F401 (fills the table of rules)
 from ggmlb.backends.cpu import casts, recipes
 from ggmlb.backends.cpu.products import product
 from ggmlb.backends.cpu.rules import RULES
-from ggmlb.backends.cpu.tiling import Group, Stage
+from ggmlb.backends.cpu.tiling import TiledGroup, TileStage
 from ggmlb.backends.cpu.views import View, aligned
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS
@@ -22,7 +22,7 @@ from ggmlb.core.tensor import Tensor
 if TYPE_CHECKING:
     from ggmlb.backends.common.workspace import Array, Workspace
     from ggmlb.backends.cpu.threads import Threads
-    from ggmlb.backends.cpu.views import Memory
+    from ggmlb.backends.cpu.views import ViewSource
 
 Step = Callable[[], Any]
 """A call with everything bound."""
@@ -58,9 +58,9 @@ class CpuLowering:
         self._threads = threads
         self._steps: list[Step] = []
         self._counts: list[int] = []
-        self._group: Group | None = None
+        self._group: TiledGroup | None = None
         self._group_node = 0
-        self._addresses: dict[Memory, int] = {}
+        self._addresses: dict[ViewSource, int] = {}
         self._recipes: dict[recipes.Key, recipes.Recipe | None] = {}
         self._taken: list[Array] = []
 
@@ -129,11 +129,11 @@ class CpuLowering:
         self._steps += steps
         self._counts[node] += len(steps)
 
-    def _emit_stage(self, stage: Stage) -> None:
+    def _emit_stage(self, stage: TileStage) -> None:
         """Add a stage to the current group, or begin a new group."""
         if self._group is None or not self._group.accepts(stage):
             self._flush()
-            self._group = Group(self, stage)
+            self._group = TiledGroup(self, stage)
         self._group_node = len(self._counts) - 1
         if self._group.is_closed:
             self._flush()
@@ -313,7 +313,9 @@ class CpuLowering:
         if 0 in out.shape:
             return
         views = aligned([out, *src], inner)
-        self._emit_stage(Stage(self, kernel, views, whole, inner, scratch, work, least, one_call, convert))
+        self._emit_stage(
+            TileStage(self, kernel, views, whole, inner, scratch, work, least, one_call, convert)
+        )
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""

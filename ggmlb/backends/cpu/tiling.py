@@ -32,7 +32,7 @@ LEAST_ITEMS = 1 << 14
 """Items per tile below which a stage is not worth cutting."""
 
 
-class Stage:
+class TileStage:
     """An uncut kernel with its operands, the result first.
 
     Args:
@@ -108,14 +108,14 @@ class Stage:
             steps.append(partial(store, arrays[0], args[0]))
 
 
-class Group:
+class TiledGroup:
     """Stages that run in order on each tile, with shared scratch.
 
     The first stage decides how all are cut: where its first dimension is. Another can join if its own first
     dimension can be cut at the same fractions, and if no tile of it touches memory of another tile.
     """
 
-    def __init__(self, lw: CpuLowering, stage: Stage) -> None:
+    def __init__(self, lw: CpuLowering, stage: TileStage) -> None:
         self.lw = lw
         self.stages = [stage]
         self._bounds: list[int] | None = None
@@ -129,7 +129,7 @@ class Group:
             self._tiles = [tiles(stage.views, stage.inner, lw.tile)]
         self._ranges: list[list[list[Range]]] | None = None
 
-    def _n_tiles(self, stage: Stage) -> int:
+    def _n_tiles(self, stage: TileStage) -> int:
         """Enough to keep within the limit, and the same number for each worker."""
         limit, workers = self.lw.tile, stage.n_workers()
         n = 1 if limit is None else -(-stage.n_items // limit)
@@ -144,7 +144,7 @@ class Group:
         """Whether no other stage can join."""
         return self._bounds is None
 
-    def accepts(self, stage: Stage) -> bool:
+    def accepts(self, stage: TileStage) -> bool:
         """Add the stage, if it can run on a tile directly after the earlier stages."""
         bounds, limit = self._bounds, self.lw.tile
         if bounds is None or limit is None:
@@ -166,7 +166,7 @@ class Group:
         self.stages.append(stage)
         return True
 
-    def _ranges_of(self, stage: Stage, cut: list[list[View]]) -> list[list[Range]]:
+    def _ranges_of(self, stage: TileStage, cut: list[list[View]]) -> list[list[Range]]:
         """By operand and tile, the addresses that the tile touches."""
         address = self.lw.address
         by_tile = [[_range(v, address(v)) for v in tile] for tile in cut]

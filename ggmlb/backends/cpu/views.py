@@ -20,7 +20,7 @@ from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
 _ITEMS = {d: np.dtype(np.uint16) if d is DType.BF16 else d.numpy for d in DType}
 
 
-class Memory(Protocol):
+class ViewSource(Protocol):
     """What a view looks at: a `Buffer`, or scratch (see `CpuLowering.view`)."""
 
     @property
@@ -40,7 +40,7 @@ class View(NamedTuple):
         strides: NumPy order [bytes].
     """
 
-    buffer: Memory
+    buffer: ViewSource
     type: DType
     item: np.dtype[Any]
     offset: int
@@ -55,7 +55,7 @@ class View(NamedTuple):
         return cls.lay(t.buffer, dtype, t.offset, t.ne, nb)
 
     @classmethod
-    def lay(cls, buffer: Memory, dtype: DType, offset: int, ne: Ne, nb: Ne | None = None) -> View:
+    def lay(cls, buffer: ViewSource, dtype: DType, offset: int, ne: Ne, nb: Ne | None = None) -> View:
         """View memory as a tensor of that type, with extents `ne`, and strides `nb` or none but packed."""
         if nb is None:
             nb = contiguous_nb(dtype, ne)

@@ -63,14 +63,14 @@ class CudaLowering(NamedTuple):
     blas: bool = True
 
     def lower(self, item: Item, ready: Collection[tuple[Tensor, str]]) -> tuple[list[Request], Prepared]:
-        """As `gpu.kinds.Lowering.lower`."""
+        """As `gpu.kinds.KindLowering.lower`."""
         rules = Lowering(*self)
         rules.ready = ready
         found = rules.lower_group(item) if isinstance(item, Group) else rules.lower(item)
         return [request for request in found if not _is_nothing(request)], rules.prepared_forms
 
     def step(self, request: Request, slots: tuple[int, ...]) -> tuple[Request, Hashable]:
-        """As `gpu.kinds.Lowering.step`: the request, and its key without arguments."""
+        """As `gpu.kinds.KindLowering.step`: the request, and its key without arguments."""
         if isinstance(request, Launch):
             return request, (request.kernel.name, request.defines, request.wg)
         # The library may use other kernels for other shapes.
@@ -78,19 +78,19 @@ class CudaLowering(NamedTuple):
         return request, ("gemm", request.a.dtype, *shape)
 
     def mems(self, request: Request) -> Sequence[Mem]:
-        """As `gpu.kinds.Lowering.mems`."""
+        """As `gpu.kinds.KindLowering.mems`."""
         if isinstance(request, Launch):
             return [arg for arg in request.args if isinstance(arg, Mem)]
         return request.mems
 
     def block(self, request: Request) -> bytes:
-        """As `gpu.kinds.Lowering.block`."""
+        """As `gpu.kinds.KindLowering.block`."""
         if isinstance(request, Launch):
             return argument_block(request, lambda mem: 0)
         return struct.pack("3q", *[mem.offset for mem in request.mems])
 
     def address_words(self, request: Request) -> Sequence[int]:
-        """As `gpu.kinds.Lowering.address_words`."""
+        """As `gpu.kinds.KindLowering.address_words`."""
         return address_words(request.kernel) if isinstance(request, Launch) else (0, 1, 2)
 
 

@@ -87,7 +87,7 @@ class Bound:
         self._backend, device = backend, backend.device
         items = fuse(graph, backend.can_fuse)
         by = CudaLowering(device.target, device.facts.capability, device.has_blas)
-        found = kinds.Bound(items, device.kinds, by, by, _is_apart)
+        found = kinds.BoundItems(items, device.kinds, by, by, _is_apart)
         device.driver.prepare([r for r, _ in found.new if isinstance(r, Launch)], device.index)
         self.slots = backend.bad_indices.take(found.records, backend)
         nbytes, offsets = place_pieces(found.pieces)

@@ -57,7 +57,7 @@ class GgmlReg(BackendReg):
     def _find(self) -> tuple[Device, ...]:
         from ggmlb.backends.ggml.device import GgmlDevice
         from ggmlb.backends.ggml.find import libraries
-        from ggmlb.backends.ggml.library import Library, probe
+        from ggmlb.backends.ggml.library import GgmlLibrary, probe
         from ggmlb.backends.ggml.trust import Judge
 
         found = libraries()
@@ -69,7 +69,7 @@ class GgmlReg(BackendReg):
         for each, facts in zip(found, probes, strict=True):
             try:
                 prefix = f"ggml{len({d.library for d in devices}) + 1 if devices else ''}:"
-                library = Library(each, prefix, facts.result())
+                library = GgmlLibrary(each, prefix, facts.result())
             except BackendUnavailable as why:
                 self._unfit.append((f"ggml of {each.origin}", str(why)))
                 continue

@@ -17,8 +17,8 @@ from ggmlb.backends.common.rules import in_window
 from ggmlb.backends.ggml import abi
 from ggmlb.backends.ggml.backend import GgmlBackend, GgmlEvent
 from ggmlb.backends.ggml.buffer import GgmlBuffer, GgmlBufferType
-from ggmlb.backends.ggml.library import Library, guard, operands
-from ggmlb.backends.ggml.repacked import RepackedBufferType
+from ggmlb.backends.ggml.library import GgmlLibrary, guard, operands
+from ggmlb.backends.ggml.repacked import GgmlRepackedBufferType
 from ggmlb.core.enums import NO_OPS, DeviceType, Op
 from ggmlb.core.errors import ArgumentError, BackendBroken, BackendError
 from ggmlb.core.tensor import Tensor
@@ -51,7 +51,7 @@ class GgmlDevice(Device):
         by_name_only: True for ggml's CPU: nothing loads a library for it unasked.
     """
 
-    def __init__(self, reg: BackendReg, library: Library, index: int, judge: Judge) -> None:
+    def __init__(self, reg: BackendReg, library: GgmlLibrary, index: int, judge: Judge) -> None:
         self._reg = reg
         self.library = library
         self.index = index
@@ -195,7 +195,7 @@ class GgmlDevice(Device):
         return self._repacked
 
     @cached_property
-    def _repacked(self) -> tuple[RepackedBufferType, ...]:
+    def _repacked(self) -> tuple[GgmlRepackedBufferType, ...]:
         if not self.is_cpu:
             return ()
         bufts = self.proc("ggml_backend_dev_get_extra_bufts", c_void_p, c_void_p)
@@ -203,7 +203,7 @@ class GgmlDevice(Device):
             return ()
         table = ctypes.cast(bufts(self.handle), ctypes.POINTER(c_void_p))
         handles = itertools.takewhile(bool, (table[i] for i in itertools.count()))
-        return tuple(RepackedBufferType(self, handle) for handle in handles if handle)
+        return tuple(GgmlRepackedBufferType(self, handle) for handle in handles if handle)
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
         """Use the memory of an array; see `Device.buffer_from_host_ptr`.

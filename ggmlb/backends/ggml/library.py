@@ -1,4 +1,4 @@
-"""Library: a ggml library that was probed, and is loaded when one of its devices is first used."""
+"""GgmlLibrary: a ggml library that was probed, and is loaded when one of its devices is first used."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def probe(found: Found) -> dict[str, Any]:
     return facts
 
 
-class Library:
+class GgmlLibrary:
     """A ggml library.
 
     Args:

@@ -43,7 +43,7 @@ class Order(NamedTuple):
     flips: npt.NDArray[np.uint8]
 
 
-class RepackedBufferType(GgmlBufferType):
+class GgmlRepackedBufferType(GgmlBufferType):
     """Host memory for contiguous weights, which products read."""
 
     def __init__(self, device: GgmlDevice, handle: int) -> None:
@@ -119,7 +119,7 @@ class RepackedBufferType(GgmlBufferType):
             return self._orders[kind]
 
     def _buffer(self, nbytes: int, handle: int) -> GgmlBuffer:
-        return RepackedBuffer(self, nbytes, handle)
+        return GgmlRepackedBuffer(self, nbytes, handle)
 
     def _nothing(self) -> GgmlBuffer:
         """A buffer that stands for all in questions to ggml."""
@@ -184,13 +184,13 @@ class RepackedBufferType(GgmlBufferType):
         )
 
 
-class RepackedBuffer(PackedBuffer, HostBuffer, GgmlBuffer):
+class GgmlRepackedBuffer(PackedBuffer, HostBuffer, GgmlBuffer):
     """Weights in host memory, packed at upload."""
 
-    buft: RepackedBufferType
+    buft: GgmlRepackedBufferType
     _base: Bytes
 
-    def __init__(self, buft: RepackedBufferType, size: int, handle: int) -> None:
+    def __init__(self, buft: GgmlRepackedBufferType, size: int, handle: int) -> None:
         GgmlBuffer.__init__(self, buft, size, handle)
         if size:
             memory: Any = (ctypes.c_ubyte * size).from_address(self.address)

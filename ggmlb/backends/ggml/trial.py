@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ggmlb.backends.ggml import backend_reg
 from ggmlb.backends.ggml.device import GgmlDevice
-from ggmlb.backends.ggml.library import Library, guard
+from ggmlb.backends.ggml.library import GgmlLibrary, guard
 from ggmlb.backends.ggml.plan import INDICES
 from ggmlb.backends.ggml.trust import Judge, Shape, Trial, how_it_ended, last_words
 from ggmlb.core import dtypes
@@ -276,7 +276,7 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what C prints
     found, prefix, facts, index, limit_s = _read(0)
-    device = GgmlDevice(backend_reg(), Library(found, prefix, facts), index, Trusting())
+    device = GgmlDevice(backend_reg(), GgmlLibrary(found, prefix, facts), index, Trusting())
     device.library.load()
     if not (device.is_cpu and hasattr(os, "fork")):  # drivers of GPUs do not survive a fork
         _serve(device, answers, limit_s)

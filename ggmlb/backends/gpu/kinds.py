@@ -56,7 +56,7 @@ Prepared: TypeAlias = dict[tuple[Tensor, str], tuple[Mem, ...]]
 """Other forms of operands in scratch memory, as activations in 8 bits, by operand and name of the form."""
 
 
-class Lowering(Protocol[Request, Step]):
+class KindLowering(Protocol[Request, Step]):
     """How a backend lowers an item, and lays out the arguments of its requests."""
 
     def lower(self, item: Item, ready: Collection[tuple[Tensor, str]]) -> tuple[list[Request], Prepared]:
@@ -110,7 +110,7 @@ class Lowered(Generic[Step]):
 def lowered(
     item: Item,
     tensors: Sequence[Tensor | None],
-    by: Lowering[Request, Step],
+    by: KindLowering[Request, Step],
     ready: Collection[tuple[int, str]] = (),
 ) -> Lowered[Step]:
     """Lower an item, given its operands in the order of their slots.
@@ -191,7 +191,7 @@ def _item_of(item: Item, stand_ins: dict[Tensor, Tensor]) -> Item:
     return Group(item.pattern, parts, views, tuple([stand_ins[node] for node in item.kept]))
 
 
-class Bound(Generic[Step]):
+class BoundItems(Generic[Step]):
     """The steps of a plan's items, with memory for their slots.
 
     Args:
@@ -215,7 +215,7 @@ class Bound(Generic[Step]):
         self,
         items: Sequence[Item],
         kinds: Kinds[Lowered[Step]],
-        by: Lowering[Any, Step],
+        by: KindLowering[Any, Step],
         key: Hashable = None,
         is_apart: Callable[[Item], bool] = lambda _: False,
     ) -> None:

@@ -18,7 +18,7 @@ from ggmlb.system.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.library import Library
-    from ggmlb.backends.llvm.lowering.steps import Lowered
+    from ggmlb.backends.llvm.lowering.steps import LoweredSteps
 
 
 class LlvmBackend(Backend):
@@ -40,7 +40,7 @@ class LlvmBackend(Backend):
         self.library = library
         self.scratch = Workspace(aligned_empty)
         self.activations = Workspace(aligned_empty)
-        self.kinds: Kinds[Lowered] = Kinds()
+        self.kinds: Kinds[LoweredSteps] = Kinds()
         self.pool = Pool(checked_n_threads(n_threads), library)
 
     @property

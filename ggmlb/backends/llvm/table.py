@@ -10,7 +10,7 @@ import numpy as np
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.kinds import ALIGNED, Item, Operands, operands_of
 from ggmlb.backends.llvm.lowering import lower
-from ggmlb.backends.llvm.lowering.steps import NOTHING, NUMBER, OPERANDS, Lowered, Steps, symbol
+from ggmlb.backends.llvm.lowering.steps import NOTHING, NUMBER, OPERANDS, LoweredSteps, Steps, symbol
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer
 from ggmlb.interface.host import aligned_empty
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.common.workspace import Workspace
     from ggmlb.backends.llvm.backend import LlvmBackend
-    from ggmlb.backends.llvm.kernels.activations import Layout
+    from ggmlb.backends.llvm.kernels.activations import ActivationLayout
 
     Ints = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class Made(NamedTuple):
 
     address: int
     form: int
-    layout: Layout
+    layout: ActivationLayout
     end: int
 
 
@@ -71,7 +71,7 @@ class Table:
         self.errors[:] = 0
         tensors_of = [operands_of(item) for item in items]
         self._operands = operands = Operands(tensors_of, self._kinds, self._starts_of)
-        found: list[Lowered] = []
+        found: list[LoweredSteps] = []
         flat: list[int] = []
         n = len(operands.addresses)
         for item, tensors in zip(items, tensors_of, strict=True):
@@ -91,7 +91,7 @@ class Table:
         self._kept += memories.values()
         return {b: int(memory.ctypes.data) for b, memory in memories.items()}
 
-    def _lowered(self, item: Item, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Lowered:
+    def _lowered(self, item: Item, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> LoweredSteps:
         """Return the steps of an item."""
         operands = self._operands
         nodes = item.nodes if isinstance(item, Group) else (item,)
@@ -113,7 +113,9 @@ class Table:
             self._made = Made(address, operands.forms[i], layout, address + tensor.nbytes)
         return lowered
 
-    def _still_made(self, nodes: Sequence[Tensor], numbers: Sequence[int]) -> tuple[int, Layout] | None:
+    def _still_made(
+        self, nodes: Sequence[Tensor], numbers: Sequence[int]
+    ) -> tuple[int, ActivationLayout] | None:
         """Return the slot of an item's operand whose values lie in memory as bytes, and how."""
         made, addresses, forms = self._made, self._operands.addresses, self._operands.forms
         assert made is not None
@@ -127,7 +129,7 @@ class Table:
                 return slot, made.layout
         return None
 
-    def _bind(self, found: Sequence[Lowered], sizes: Ints, slots: Ints) -> None:
+    def _bind(self, found: Sequence[LoweredSteps], sizes: Ints, slots: Ints) -> None:
         """Write the table: the steps of all items, with their operands' addresses."""
         n_steps, n_args, n_symbols = (
             np.array(n, np.int64)
@@ -150,7 +152,7 @@ class Table:
         self.address = int(words.ctypes.data)
         self._kept.append([x.kept for x in found])
 
-    def _memory(self, found: Sequence[Lowered]) -> tuple[int, int, int, int]:
+    def _memory(self, found: Sequence[LoweredSteps]) -> tuple[int, int, int, int]:
         """Return the addresses of scratch, activations and errors, and a place for the number of a step."""
         scratch = self._take(self._backend.scratch, max([x.n_scratch for x in found], default=0))
         activations = self._take(self._backend.activations, max([x.n_activations for x in found], default=0))

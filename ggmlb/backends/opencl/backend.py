@@ -12,7 +12,7 @@ from ggmlb.backends.common.fusion import Group, gather
 from ggmlb.backends.gpu import Target, can_fuse
 from ggmlb.backends.gpu.bad_index import SLOT, BadIndices, Slot, SlotBlock, Words
 from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
-from ggmlb.backends.opencl.clock import Clock
+from ggmlb.backends.opencl.clock import QueueClock
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.backends.opencl.runtime import check_outcome, cl_errors, guard, is_done
 from ggmlb.core.enums import Status
@@ -77,7 +77,7 @@ class OpenClBackend(Backend):
         # with the GIL held, which deadlocks if the work depends on another Python thread.
         self._held: list[cl.Event] = []
         self._last: cl.Event | None = None
-        self._clock: Clock | None = None
+        self._clock: QueueClock | None = None
         self.helpers = Helpers()
         self.bad_indices = BadIndices()
 
@@ -221,7 +221,7 @@ class OpenClBackend(Backend):
         with cl_errors(f"time the work of {self.name}", device=self.name):
             profiling = cl.command_queue_properties.PROFILING_ENABLE
             self.queue = cl.CommandQueue(self.device.context, self.device.cl_device, properties=profiling)
-            self._clock = Clock(self.queue, self.commands)
+            self._clock = QueueClock(self.queue, self.commands)
         return True
 
     def _stop_timing(self) -> None:

@@ -21,7 +21,7 @@ class _Look(NamedTuple):
     offset: int
 
 
-class Clock:
+class QueueClock:
     """Records commands of a profiling queue, and sets their times when the queue is idle."""
 
     def __init__(self, queue: cl.CommandQueue, commands: list[Command]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu import Launch, lower, lower_group, packed_args
-from ggmlb.backends.gpu.kinds import Bound, Prepared
+from ggmlb.backends.gpu.kinds import BoundItems, Prepared
 from ggmlb.backends.gpu.scratch import place_pieces
 from ggmlb.backends.gpu.source import offset_words
 from ggmlb.backends.opencl.program import ProgramKey
@@ -52,29 +52,29 @@ class OpenClLowering(NamedTuple):
     target: Target
 
     def lower(self, item: Item, ready: Collection[tuple[Tensor, str]]) -> tuple[list[Launch], Prepared]:
-        """As `Lowering.lower`."""
+        """As `KindLowering.lower`."""
         target = self.target
         return lower_group(item, target) if isinstance(item, Group) else lower(item, target), {}
 
     def step(self, request: Launch, slots: tuple[int, ...]) -> LaunchKind:
-        """As `Lowering.step`."""
+        """As `KindLowering.step`."""
         (x, y, z), wg = request.groups, request.wg
         key = request.kernel, request.defines, wg, self.target.on_cpu
         return LaunchKind(key, (x * wg, y, z), (wg, 1, 1), slots)
 
     def mems(self, request: Launch) -> Sequence[Mem]:
-        """As `Lowering.mems`."""
+        """As `KindLowering.mems`."""
         return [arg for arg in request.args if isinstance(arg, Mem)]
 
     def block(self, request: Launch) -> bytes:
-        """As `Lowering.block`."""
+        """As `KindLowering.block`."""
         rest: list[float] = []
         for arg in request.args:
             rest += (arg.offset, *arg.ne, *arg.nb) if isinstance(arg, Mem) else (arg,)
         return packed_args(request.kernel).pack(*rest)
 
     def address_words(self, request: Launch) -> Sequence[int]:
-        """As `Lowering.address_words`."""
+        """As `KindLowering.address_words`."""
         return offset_words(request.kernel)
 
 
@@ -105,7 +105,7 @@ class OpenClPlan(GraphPlan):
             if _is_apart(item)
         }
         target, programs = backend.target, backend.device.programs
-        bound = Bound(items, backend.device.kinds, OpenClLowering(target), target, _is_apart)
+        bound = BoundItems(items, backend.device.kinds, OpenClLowering(target), target, _is_apart)
         self.results = bound.results
         loans = programs.borrow([step.key for step in bound.steps])
         self._give_back = weakref.finalize(self, programs.give_back, loans)
@@ -148,7 +148,7 @@ def _is_apart(item: Item) -> TypeGuard[Tensor]:
     return isinstance(item, Tensor) and is_split(item) and not item.is_empty
 
 
-def _with_arguments(bound: Bound[LaunchKind], kernels: Sequence[cl.Kernel]) -> list[Step]:
+def _with_arguments(bound: BoundItems[LaunchKind], kernels: Sequence[cl.Kernel]) -> list[Step]:
     """Set the arguments of kernel objects; return the steps.
 
     Arguments are set by index as bytes: PyOpenCL's typed setter generates Python code per kernel object,

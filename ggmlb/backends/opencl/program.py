@@ -26,7 +26,7 @@ ProgramKey = tuple[Kernel, Defines, int, bool]
 Loan = tuple[ProgramKey, "cl.Kernel"]
 
 
-class Entry:
+class CacheEntry:
     """The cache entry of a program, keyed by everything that its binary depends on."""
 
     def __init__(self, device: cl.Device, text: str, options: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ class Programs:
                 return self._compile(text, [*options, *pocl.QUICK_OPTIONS])
             return self._compile(text, options)
         text = source(kernel, "opencl")
-        entry = Entry(self._device, text, options)
+        entry = CacheEntry(self._device, text, options)
         program = entry.load(self._context, options)
         if program is None:
             program = self._compile(text, options)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggmlb.backends.ray.link import CHUNK, Span
+from ggmlb.backends.ray.link import CHUNK, MemoryRange
 from ggmlb.backends.ray.node import APART
 from ggmlb.backends.ray.wire import NONE, node_record
 from ggmlb.core.dtypes import DType
@@ -117,9 +117,9 @@ class RayBuffer(Buffer):
         """The handle."""
         return self.handle
 
-    def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> Span:
+    def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
         """Return the place of bytes of a tensor in this buffer."""
-        return Span(self.handle, tensor.offset + offset, tensor.nbytes if nbytes is None else nbytes)
+        return MemoryRange(self.handle, tensor.offset + offset, tensor.nbytes if nbytes is None else nbytes)
 
     def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         """Collect a write of data that stay as they are."""
@@ -186,9 +186,9 @@ class RayStoringBuffer(RayBuffer):
 
     piece = sys.maxsize
 
-    def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> Span:
+    def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
         """Return the place of bytes of a tensor in this buffer."""
-        return Span(self._record(tensor), offset, tensor.nbytes if nbytes is None else nbytes)
+        return MemoryRange(self._record(tensor), offset, tensor.nbytes if nbytes is None else nbytes)
 
     def _init_tensor(self, tensor: Tensor) -> None:
         self.link.ask("init", self._record(tensor))

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from ggmlb.backends.ray.backend import RayBackend
 
 
-class Communicator:
+class RayCommunicator:
     """A group of streams of different machines, for sums."""
 
     def __init__(self, backends: Sequence[RayBackend]) -> None:
         self.links = tuple(backend.device.link for backend in backends)
 
 
-def comm_init(backends: Sequence[Backend]) -> Communicator | None:
+def comm_init(backends: Sequence[Backend]) -> RayCommunicator | None:
     """Connect streams; `None` if one is of another kind, or two are of one machine.
 
     Source: ggml_backend_comm_init.
@@ -34,15 +34,15 @@ def comm_init(backends: Sequence[Backend]) -> Communicator | None:
 
     own = [b for b in backends if isinstance(b, RayBackend)]
     machines = {id(b.device.link) for b in own}
-    return Communicator(own) if len(machines) == len(own) == len(backends) > 0 else None
+    return RayCommunicator(own) if len(machines) == len(own) == len(backends) > 0 else None
 
 
-def comm_free(comm: Communicator) -> None:
+def comm_free(comm: RayCommunicator) -> None:
     """End a connection (ggml_backend_comm_free)."""
     comm.links = ()
 
 
-def comm_allreduce_tensor(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
+def comm_allreduce_tensor(comm: RayCommunicator, tensors: Sequence[Tensor]) -> bool:
     """Queue on each machine the sum of all tensors, written over its own tensor.
 
     Args:

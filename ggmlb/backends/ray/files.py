@@ -20,7 +20,7 @@ from ggmlb.core.errors import BackendError
 Bytes = npt.NDArray[np.uint8]
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file.
 
     Attributes:
@@ -51,7 +51,7 @@ class SharedFiles:
         real = os.path.realpath(path)
         return any(os.path.commonpath([real, folder]) == folder for folder in self.folders)
 
-    def part_of(self, data: Bytes) -> Part | None:
+    def part_of(self, data: Bytes) -> FilePart | None:
         """Return the part of a shared file that an array is mapped from; `None` if it is in other memory."""
         if not self.folders:
             return None
@@ -66,7 +66,7 @@ class SharedFiles:
                         if first + data.nbytes > end or "w" in access or not self.holds(path):
                             return None
                         stat = os.stat(path)
-                        return Part(path, int(offset, 16) + first - start, stat.st_size, stat.st_mtime_ns)
+                        return FilePart(path, int(offset, 16) + first - start, stat.st_size, stat.st_mtime_ns)
         except OSError:  # no Linux, or the file was removed
             return None
         return None

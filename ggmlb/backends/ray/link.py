@@ -49,7 +49,7 @@ ANSWER_S: Final = 6.0
 """How long a living node may take to answer that [s]."""
 
 
-class Span(NamedTuple):
+class MemoryRange(NamedTuple):
     """A range of a node's memory.
 
     Attributes:
@@ -73,7 +73,7 @@ class Planned:
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        self.was_read: dict[tuple[Span, bool], None] = {}
+        self.was_read: dict[tuple[MemoryRange, bool], None] = {}
 
 
 class Call:
@@ -177,7 +177,7 @@ class Link:
         self._taking: Task | None = None
         self._garbage: deque[list[Any]] = deque()
         self._run = {1: actor.run}
-        self._ahead: dict[tuple[Span, bool], Read] = {}
+        self._ahead: dict[tuple[MemoryRange, bool], Read] = {}
         self._computed: Planned | None = None
         self._begin()
         Link._by_actor[actor._actor_id.hex()] = self
@@ -212,7 +212,7 @@ class Link:
         if self._lost is None:
             self._garbage.append(list(command))
 
-    def write(self, span: Span, data: Bytes) -> None:
+    def write(self, span: MemoryRange, data: Bytes) -> None:
         """Collect a write; `data` must stay as it is until it is sent."""
         with self._lock:
             is_apart = data.nbytes >= APART
@@ -222,13 +222,13 @@ class Link:
             if self._nbytes >= CHUNK:
                 self.flush()
 
-    def write_from(self, span: Span, source: Read) -> None:
+    def write_from(self, span: MemoryRange, source: Read) -> None:
         """Collect a write of what another node read; the nodes exchange it."""
         with self._lock:
             self.queue("write", *span, True)
             self._take(source)
 
-    def add_from(self, span: Span, before: Sequence[Read], after: Sequence[Read]) -> None:
+    def add_from(self, span: MemoryRange, before: Sequence[Read], after: Sequence[Read]) -> None:
         """Collect a sum of float32: what other nodes read, what is here, what others read, in that order."""
         with self._lock:
             self.queue("add", *span, len(before), len(after))
@@ -247,14 +247,14 @@ class Link:
             self._waits.append(call.refs[0])
             self._sources.append(call.link)
 
-    def read(self, span: Span, out: Bytes) -> None:
+    def read(self, span: MemoryRange, out: Bytes) -> None:
         """Collect a read into an array; or take what was read ahead, as after the same plan before."""
         with self._lock:
             self._check()
             is_apart = span.nbytes >= APART
             (self._was_ahead(span, is_apart) or self._collect(span, is_apart)).into(out)
 
-    def read_apart(self, span: Span) -> Read:
+    def read_apart(self, span: MemoryRange) -> Read:
         """Send a read whose data another node takes; or take what was read ahead."""
         with self._lock:
             self._check()
@@ -264,13 +264,13 @@ class Link:
                 self.flush()
             return read
 
-    def _was_ahead(self, span: Span, is_apart: bool) -> Read | None:
+    def _was_ahead(self, span: MemoryRange, is_apart: bool) -> Read | None:
         if self._computed is None:
             return None
         self._computed.was_read[span, is_apart] = None
         return self._ahead.get((span, is_apart))
 
-    def _collect(self, span: Span, is_apart: bool) -> Read:
+    def _collect(self, span: MemoryRange, is_apart: bool) -> Read:
         read = Read(span.nbytes, is_apart, self._n_apart_read if is_apart else self._n_small_read)
         if is_apart:
             self._n_apart_read += 1

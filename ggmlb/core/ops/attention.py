@@ -22,7 +22,7 @@ from ggmlb.core.ops.base import (
 from ggmlb.core.ops.matmul import can_mul_mat
 from ggmlb.core.ops.softmax import add_sinks
 from ggmlb.core.ops.spec import BF16, F16, F32, OUTER, PADDED, PLAIN, ROW, OpSpec, Perf, f32, main
-from ggmlb.core.sharding import MIRRORED, Outcome, States, first_cut, has_operand
+from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, first_cut, has_operand
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _check_node(fn: str, a: Tensor) -> None:
 # -- how results are sharded over devices ---
 
 
-def _shard_flash_attn_ext(node: Tensor, states: States) -> Outcome | None:
+def _shard_flash_attn_ext(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard by heads, several of `q` per head of `k` and `v`; not with ALiBi, whose slopes count heads."""
     q, k = node.sources[:2]
     state = first_cut(states)
@@ -187,7 +187,7 @@ def _shard_flash_attn_ext(node: Tensor, states: States) -> Outcome | None:
         return None
     sinks = heads.moved(0) if axis == 2 and has_operand(node, 4) else MIRRORED
     wants = (heads, keys, keys, mask_state, sinks)
-    return Outcome(heads.moved(1 if axis == 2 else axis), wants[: len(states)])
+    return ShardOutcome(heads.moved(1 if axis == 2 else axis), wants[: len(states)])
 
 
 # -- cases ---

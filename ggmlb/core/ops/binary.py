@@ -39,7 +39,7 @@ from ggmlb.core.ops.spec import (
     tolerance,
     window,
 )
-from ggmlb.core.sharding import MIRRORED, Outcome, States, elementwise
+from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, elementwise
 from ggmlb.core.tensor import Tensor, extent_nbytes
 
 if TYPE_CHECKING:
@@ -210,10 +210,10 @@ def window_fault(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int
 # -- how results are sharded over devices ---
 
 
-def _shard_add_id(node: Tensor, states: States) -> Outcome | None:
+def _shard_add_id(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard by columns: each row of `b` is added to rows of `a`."""
     state = states[0]
-    return Outcome(state, (state, state, MIRRORED)) if state.is_cut and state.axis == 0 else None
+    return ShardOutcome(state, (state, state, MIRRORED)) if state.is_cut and state.axis == 0 else None
 
 
 # -- gradients ---

@@ -35,7 +35,7 @@ from ggmlb.core.ops.spec import (
     unchanged,
     window,
 )
-from ggmlb.core.sharding import Outcome, States
+from ggmlb.core.sharding import ShardOutcome, States
 from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
@@ -151,13 +151,13 @@ class CopyOps(OpBase):
 # -- how results are sharded over devices ---
 
 
-def _shard_copy(node: Tensor, states: States) -> Outcome | None:
+def _shard_copy(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard like an elementwise op, if the shapes are equal."""
     src = node.src[0]
     if src is None or src.ne != node.ne:
         return None
     state = states[-1] if states[-1].is_cut else states[0]
-    return Outcome(state, (state,) * len(states))
+    return ShardOutcome(state, (state,) * len(states))
 
 
 # -- gradients ---

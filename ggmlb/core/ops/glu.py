@@ -22,7 +22,7 @@ from ggmlb.core.ops.base import (
 )
 from ggmlb.core.ops.spec import F16, F32, GAPS, PLAIN, OpSpec, Perf, Sample, flat, main, tolerance
 from ggmlb.core.ops.unary import DERIVATIVES
-from ggmlb.core.sharding import Outcome, SplitState, States, elementwise, per_row
+from ggmlb.core.sharding import ShardOutcome, SplitState, States, elementwise, per_row
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _unit(fn: str, op: GluOp | int | str) -> GluOp:
 # -- how results are sharded over devices ---
 
 
-def _shard_glu(node: Tensor, states: States) -> Outcome | None:
+def _shard_glu(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard two operands elementwise; the two halves of one operand as two segments."""
     if node.src[1] is not None:
         found = elementwise(node, states)
@@ -136,7 +136,7 @@ def _shard_glu(node: Tensor, states: States) -> Outcome | None:
     segments = states[0].segments
     if len(segments) % 2 or segments[: len(segments) // 2] != segments[len(segments) // 2 :]:
         return None
-    return Outcome(SplitState(states[0].axis, segments[: len(segments) // 2]), tuple(states))
+    return ShardOutcome(SplitState(states[0].axis, segments[: len(segments) // 2]), tuple(states))
 
 
 # -- gradients ---

@@ -31,7 +31,7 @@ from ggmlb.core.ops.spec import (
     i32,
     main,
 )
-from ggmlb.core.sharding import MIRRORED, PARTIAL, Outcome, SplitState, States
+from ggmlb.core.sharding import MIRRORED, PARTIAL, ShardOutcome, SplitState, States
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -166,24 +166,24 @@ def _set(fn: str, a: Tensor, name: str, value: Prec | Hint) -> Tensor:
 # -- how results are sharded over devices ---
 
 
-def _shard_mul_mat(node: Tensor, states: States) -> Outcome | None:
+def _shard_mul_mat(node: Tensor, states: States) -> ShardOutcome | None:
     """`y = w x`: a cut through the rows of `w` cuts `y`; a cut along the sum gives partial sums."""
     w, x = states
     a, b = node.sources[:2]
     if w.is_cut and w.axis == 0:
-        return Outcome(PARTIAL, (w, w))
+        return ShardOutcome(PARTIAL, (w, w))
     for own, axis in ((w, w.axis), (x, x.axis)):
         if own.is_cut and axis >= 2:
             return _by_matrix(a, b, w if own is w else None, x if own is x else None)
     if w.is_cut:
-        return Outcome(w.moved(0), (w, MIRRORED))
+        return ShardOutcome(w.moved(0), (w, MIRRORED))
     if x.axis == 1:
-        return Outcome(x, (MIRRORED, x))
+        return ShardOutcome(x, (MIRRORED, x))
     x.moved(0, over=a.dtype.block_size)  # the slices of `w` must be whole blocks
-    return Outcome(PARTIAL, (x, x))
+    return ShardOutcome(PARTIAL, (x, x))
 
 
-def _by_matrix(a: Tensor, b: Tensor, w: SplitState | None, x: SplitState | None) -> Outcome | None:
+def _by_matrix(a: Tensor, b: Tensor, w: SplitState | None, x: SplitState | None) -> ShardOutcome | None:
     """Shard by matrices of a batch; one of `w` may be broadcast over several of `x`."""
     axis = (w or x or MIRRORED).axis
     ratio = b.ne[axis] // a.ne[axis]
@@ -192,18 +192,18 @@ def _by_matrix(a: Tensor, b: Tensor, w: SplitState | None, x: SplitState | None)
         w = MIRRORED if a.ne[axis] == 1 else x.moved(axis, over=ratio)
     else:
         x = w.moved(axis, ratio)
-    return Outcome(x, (w, x))
+    return ShardOutcome(x, (w, x))
 
 
-def _shard_mul_mat_id(node: Tensor, states: States) -> Outcome | None:
+def _shard_mul_mat_id(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard as `mul_mat`, for each expert."""
     w, x = states[:2]
     if w.is_cut:
         if w.axis == 0:
-            return Outcome(PARTIAL, (w, w, MIRRORED))
-        return Outcome(w.moved(0), (w, MIRRORED, MIRRORED)) if w.axis == 1 else None
+            return ShardOutcome(PARTIAL, (w, w, MIRRORED))
+        return ShardOutcome(w.moved(0), (w, MIRRORED, MIRRORED)) if w.axis == 1 else None
     if x.is_cut and x.axis == 2:
-        return Outcome(x, (MIRRORED, x, x.moved(1)))
+        return ShardOutcome(x, (MIRRORED, x, x.moved(1)))
     return None
 
 

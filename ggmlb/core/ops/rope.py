@@ -16,7 +16,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType, as_enum
 from ggmlb.core.ops.base import F32_TINY, OpBase, P, checked, fail_arg, fail_dtype, fail_shape, require_finite
 from ggmlb.core.ops.spec import BF16, F16, F32, I32, ROWS, OpSpec, Perf, i32, main
-from ggmlb.core.sharding import MIRRORED, Outcome, States
+from ggmlb.core.sharding import MIRRORED, ShardOutcome, States
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class RopeOps(OpBase):
 # -- how results are sharded over devices ---
 
 
-def _shard_rope(node: Tensor, states: States) -> Outcome | None:
+def _shard_rope(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard by heads, or by positions together with their operand."""
     state = states[0]
     if not state.is_cut or state.axis == 0 or any(s.is_cut for s in states[1:]):
@@ -219,7 +219,7 @@ def _shard_rope(node: Tensor, states: States) -> Outcome | None:
         if node.params["mode"] & RopeType.MROPE:
             return None  # four positions for each token, token after token
         positions = state.moved(0)
-    return Outcome(state, (state, positions, *states[2:]))
+    return ShardOutcome(state, (state, positions, *states[2:]))
 
 
 # -- gradients ---

@@ -27,7 +27,7 @@ from ggmlb.core.ops.spec import (
     i32,
     main,
 )
-from ggmlb.core.sharding import MIRRORED, Outcome, States
+from ggmlb.core.sharding import MIRRORED, ShardOutcome, States
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -118,15 +118,15 @@ class RowOps(OpBase):
 # -- how results are sharded over devices ---
 
 
-def _shard_get_rows(node: Tensor, states: States) -> Outcome | None:
+def _shard_get_rows(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard by columns of the table."""
-    return Outcome(states[0], (states[0], MIRRORED)) if states[0].axis == 0 else None
+    return ShardOutcome(states[0], (states[0], MIRRORED)) if states[0].axis == 0 else None
 
 
-def _shard_set_rows(node: Tensor, states: States) -> Outcome | None:
+def _shard_set_rows(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard by columns; the operands are the rows, their indices and the destination."""
     into = states[2]
-    return Outcome(into, (into, MIRRORED, into)) if into.is_cut and into.axis == 0 else None
+    return ShardOutcome(into, (into, MIRRORED, into)) if into.is_cut and into.axis == 0 else None
 
 
 # -- cases ---

@@ -37,7 +37,7 @@ from ggmlb.core.ops.spec import (
     main,
     rows,
 )
-from ggmlb.core.sharding import Outcome, States, first_cut
+from ggmlb.core.sharding import ShardOutcome, States, first_cut
 from ggmlb.core.tensor import Ne, Tensor, can_repeat
 
 if TYPE_CHECKING:
@@ -192,10 +192,10 @@ class ShapeOps(OpBase):
 # -- how results are sharded over devices ---
 
 
-def _shard_concat(node: Tensor, states: States) -> Outcome | None:
+def _shard_concat(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard if concatenated along another dimension than the cut."""
     state = first_cut(states)
-    return Outcome(state, (state, state)) if state.axis != node.params["dim"] else None
+    return ShardOutcome(state, (state, state)) if state.axis != node.params["dim"] else None
 
 
 # -- gradients ---

@@ -25,7 +25,7 @@ from ggmlb.core.ops.base import (
 )
 from ggmlb.core.ops.spec import F16, F32, ROW, OpSpec, Perf, main, rows
 from ggmlb.core.placement import placement_clock
-from ggmlb.core.sharding import MIRRORED, Outcome, States, has_operand, like_cut
+from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, has_operand, like_cut
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -188,14 +188,14 @@ def add_sinks(fn: str, op: Op, a: Tensor, sinks: Tensor | None) -> Tensor:
 # -- how results are sharded over devices ---
 
 
-def _shard_soft_max(node: Tensor, states: States) -> Outcome | None:
+def _shard_soft_max(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard by rows, mask and sinks likewise; not through heads with ALiBi, whose slopes count heads."""
     state = states[0]
     if not state.is_cut or state.axis == 0 or (state.axis == 2 and node.params["max_bias"]):
         return None
     mask = like_cut(node, state, 1) if len(states) > 1 else MIRRORED
     sinks = state.moved(0) if state.axis == 2 and has_operand(node, 2) else MIRRORED
-    return None if mask is None else Outcome(state, (state, mask, sinks)[: len(states)])
+    return None if mask is None else ShardOutcome(state, (state, mask, sinks)[: len(states)])
 
 
 # -- gradients ---

@@ -10,7 +10,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_same_shape, require_type
 from ggmlb.core.ops.spec import F32, ROW, OpSpec, f32, main
-from ggmlb.core.sharding import MIRRORED, Outcome, States
+from ggmlb.core.sharding import MIRRORED, ShardOutcome, States
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -113,11 +113,11 @@ def _check_numbers(fn: str, arg: str, tensor: Tensor, count: int) -> None:
 # -- how results are sharded over devices ---
 
 
-def _shard_optimizer_step(node: Tensor, states: States) -> Outcome | None:
+def _shard_optimizer_step(node: Tensor, states: States) -> ShardOutcome | None:
     """Shard elementwise except the rates; all written operands must be sharded alike."""
     state, rates = states[0], states[-1]
     is_alike = state.is_cut and not rates.is_cut and all(s == state for s in states[:-1])
-    return Outcome(state, (*states[:-1], MIRRORED)) if is_alike else None
+    return ShardOutcome(state, (*states[:-1], MIRRORED)) if is_alike else None
 
 
 # -- gradients ---

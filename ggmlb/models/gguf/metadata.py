@@ -37,7 +37,7 @@ _U64 = Struct("<Q").unpack_from
 _NEEDED: Final = object()
 
 
-class Kind(IntEnum):
+class GgufType(IntEnum):
     """The type of a value (enum gguf_type)."""
 
     UINT8 = 0
@@ -60,7 +60,7 @@ class Kind(IntEnum):
         return np.dtype(_DTYPES[self])
 
 
-class Raw(NamedTuple):
+class RawValue(NamedTuple):
     """A value as a file has it, to be written to another.
 
     Attributes:
@@ -69,7 +69,7 @@ class Raw(NamedTuple):
         data: Its bytes, read-only.
     """
 
-    kind: Kind
+    kind: GgufType
     length: int | None
     data: memoryview
 
@@ -77,11 +77,11 @@ class Raw(NamedTuple):
         """Return its bytes with its kind before them."""
         if self.length is None:
             return pack("<I", self.kind) + self.data
-        return pack("<IIQ", Kind.ARRAY, self.kind, self.length) + self.data
+        return pack("<IIQ", GgufType.ARRAY, self.kind, self.length) + self.data
 
     def value(self) -> int | float | None:
         """Return a single number; `None` for texts and arrays."""
-        if self.length is not None or self.kind is Kind.STRING:
+        if self.length is not None or self.kind is GgufType.STRING:
             return None
         found: int | float = np.frombuffer(self.data, self.kind.dtype)[0].item()
         return found
@@ -104,7 +104,7 @@ class MissingError(ModelError, KeyError):
     __str__ = ModelError.__str__
 
 
-class Slot(NamedTuple):
+class ValuePosition(NamedTuple):
     """The position and type of a value in the file.
 
     Attributes:
@@ -114,7 +114,7 @@ class Slot(NamedTuple):
         nbytes: Its size [bytes].
     """
 
-    kind: Kind
+    kind: GgufType
     offset: int
     length: int | None
     nbytes: int
@@ -130,7 +130,7 @@ class Metadata(Mapping[str, Value]):
     `integer`, `real`, `flag`, `text`, `texts` and `numbers` check the type of what they return.
     """
 
-    def __init__(self, file: MappedFile, slots: Mapping[str, Slot]) -> None:
+    def __init__(self, file: MappedFile, slots: Mapping[str, ValuePosition]) -> None:
         self._file = file
         self._slots = dict(slots)
         self._texts: dict[str, list[str]] = {}
@@ -138,11 +138,11 @@ class Metadata(Mapping[str, Value]):
     def __getitem__(self, key: str) -> Value:
         slot = self.slot(key)
         if slot.length is None:
-            return self._string(key, slot.offset) if slot.kind is Kind.STRING else self._number(key, slot)
-        if slot.kind is Kind.STRING:
+            return self._string(key, slot.offset) if slot.kind is GgufType.STRING else self._number(key, slot)
+        if slot.kind is GgufType.STRING:
             return self.texts(key)
         raw = self._file.data[slot.offset : slot.offset + slot.length * slot.kind.dtype.itemsize]
-        return raw != 0 if slot.kind is Kind.BOOL else raw.view(slot.kind.dtype)
+        return raw != 0 if slot.kind is GgufType.BOOL else raw.view(slot.kind.dtype)
 
     def __or__(self, changed: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values with some changed or added, for `save_gguf`; the others keep their types."""
@@ -157,7 +157,7 @@ class Metadata(Mapping[str, Value]):
     def __len__(self) -> int:
         return len(self._slots)
 
-    def slot(self, key: str) -> Slot:
+    def slot(self, key: str) -> ValuePosition:
         """Return the position and type of a value.
 
         Raises:
@@ -176,7 +176,7 @@ class Metadata(Mapping[str, Value]):
             ModelError: There is no such key, or a string is not UTF-8.
         """
         slot = self.slot(key)
-        if slot.length is not None and slot.kind is Kind.STRING:
+        if slot.length is not None and slot.kind is GgufType.STRING:
             return self._strings(key, slot.offset, min(n, slot.length))
         found = self[key]
         if isinstance(found, np.ndarray):
@@ -184,14 +184,14 @@ class Metadata(Mapping[str, Value]):
             return items
         return found
 
-    def raw(self, key: str) -> Raw:
+    def raw(self, key: str) -> RawValue:
         """Return a value as the file has it.
 
         Raises:
             ModelError: There is no such key.
         """
         slot = self.slot(key)
-        return Raw(slot.kind, slot.length, self._file.view[slot.offset : slot.offset + slot.nbytes])
+        return RawValue(slot.kind, slot.length, self._file.view[slot.offset : slot.offset + slot.nbytes])
 
     # -- values of a certain type --------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Metadata(Mapping[str, Value]):
             ModelError: The key is missing, is no array of strings, or a string is not UTF-8.
         """
         slot = self.slot(key)
-        if slot.kind is not Kind.STRING or slot.length is None:
+        if slot.kind is not GgufType.STRING or slot.length is None:
             raise self.error(key, f"it is {slot}; it must be an array of strings")
         if key not in self._texts:
             self._texts[key] = self._strings(key, slot.offset, slot.length)
@@ -277,10 +277,10 @@ class Metadata(Mapping[str, Value]):
             raise self.error(key, f"it is {self.slot(key)}; it must be {what}")
         return found
 
-    def _number(self, key: str, slot: Slot) -> bool | int | float:
+    def _number(self, key: str, slot: ValuePosition) -> bool | int | float:
         dtype = slot.kind.dtype
         found: int | float = self._file.data[slot.offset : slot.offset + dtype.itemsize].view(dtype)[0].item()
-        return bool(found) if slot.kind is Kind.BOOL else found
+        return bool(found) if slot.kind is GgufType.BOOL else found
 
     def _string(self, key: str, at: int) -> str:
         nbytes = _U64(self._file.view, at)[0]

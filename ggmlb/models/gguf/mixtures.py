@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from ggmlb.core.dtypes import DType
 
 
-class Place(NamedTuple):
+class MixtureLayer(NamedTuple):
     """A layer, and what a mixture asks of its model.
 
     Attributes:
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     n_shared: int
 
 
-Condition = Callable[[Place], bool]
+Condition = Callable[[MixtureLayer], bool]
 
 
 class Rule(NamedTuple):
@@ -62,13 +62,13 @@ class Mixture(NamedTuple):
         """The type of the output matrix."""
         return max(self.dtype, DType.Q6_K, key=lambda dtype: dtype.type_size / dtype.block_size)
 
-    def type_of(self, name: str, place: Place) -> DType:
+    def type_of(self, name: str, place: MixtureLayer) -> DType:
         """Return the type of a layer's matrix."""
         fitting = (rule.dtype for rule in self.rules if rule.part in name and rule.where(place))
         return next(fitting, self.dtype)
 
 
-def _all(_: Place) -> bool:
+def _all(_: MixtureLayer) -> bool:
     return True
 
 
@@ -80,24 +80,24 @@ def _first_part(n: int) -> Condition:
     return lambda place: place.layer < place.n_layer // n
 
 
-def _more_bits(place: Place) -> bool:
+def _more_bits(place: MixtureLayer) -> bool:
     """The first and the last eighth of the layers, and every third between them."""
     eighth = place.n_layer // 8
     is_between = eighth <= place.layer < 7 * place.n_layer // 8
     return not is_between or (place.layer - eighth) % 3 == 2
 
 
-def _has_8_experts(place: Place) -> bool:
+def _has_8_experts(place: MixtureLayer) -> bool:
     """Mixtral's sizes: attention is small beside the experts, so that more bits cost little."""
     return place.n_expert == 8
 
 
-def _is_70b(place: Place) -> bool:
+def _is_70b(place: MixtureLayer) -> bool:
     """Llama 2's sizes: eight heads of queries share one of keys and values, which are small."""
     return place.n_layer == 80 and place.n_shared > 1
 
 
-def _shares_4(place: Place) -> bool:
+def _shares_4(place: MixtureLayer) -> bool:
     return place.n_shared >= 4
 
 

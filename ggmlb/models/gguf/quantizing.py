@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import ArgumentError, DTypeError, ModelError
 from ggmlb.models.filling import converted, slices
-from ggmlb.models.gguf.mixtures import MIXTURES, Mixture, Place
+from ggmlb.models.gguf.mixtures import MIXTURES, Mixture, MixtureLayer
 from ggmlb.models.gguf.reader import GgufFile, GgufTensor
 from ggmlb.models.gguf.writer import save_gguf
 from ggmlb.models.mapped_file import FLOATS
@@ -215,7 +215,7 @@ def _by_layer(source: GgufFile, to: Mixture, name: str) -> DType:
     heads = _first_layers(source, f"{arch}.attention.head_count", 0)
     shared = heads // max(1, _first_layers(source, f"{arch}.attention.head_count_kv", heads))
     n_layer, n_expert = meta.integer(f"{arch}.block_count"), meta.integer(f"{arch}.expert_count", 0)
-    return to.type_of(name, Place(int(layer[1]), n_layer, n_expert, shared))
+    return to.type_of(name, MixtureLayer(int(layer[1]), n_layer, n_expert, shared))
 
 
 def _first_layers(source: GgufFile, key: str, default: int) -> int:

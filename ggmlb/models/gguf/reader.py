@@ -19,7 +19,7 @@ from ggmlb.core.dtypes import DType, dequantize
 from ggmlb.core.errors import DTypeError, MissingModelError, ModelError, shown
 from ggmlb.interface import Backend, BufferType, Device
 from ggmlb.models.gguf.loaded import LoadedTensors
-from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot, nearest, quoted
+from ggmlb.models.gguf.metadata import GgufType, Metadata, MissingError, ValuePosition, nearest, quoted
 from ggmlb.models.gguf.summary import as_html
 from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile, failing
 
@@ -361,8 +361,8 @@ class _Part:
 
     # -- metadata ------------------------------------------------------------------------------
 
-    def _slots(self, n_values: int) -> dict[str, Slot]:
-        slots: dict[str, Slot] = {}
+    def _slots(self, n_values: int) -> dict[str, ValuePosition]:
+        slots: dict[str, ValuePosition] = {}
         for i in range(n_values):
             self._where = f"metadata value {i}"
             key = self._name(1)
@@ -370,25 +370,25 @@ class _Part:
             if key in slots:
                 raise self._error("the key is there twice")
             kind, count = self._kind(), None
-            if kind is Kind.ARRAY:
+            if kind is GgufType.ARRAY:
                 kind, count = self._kind(), self._u64()
-                if kind is Kind.ARRAY:
+                if kind is GgufType.ARRAY:
                     raise self._error("an array of arrays; the format has none")
             start = self._at
-            if kind is not Kind.STRING:
+            if kind is not GgufType.STRING:
                 self._take((1 if count is None else count) * kind.dtype.itemsize)
             elif count is None:
                 self._take(self._u64())
             else:
                 self._take_strings(count)
-            slots[key] = Slot(kind, start, count, self._at - start)
+            slots[key] = ValuePosition(kind, start, count, self._at - start)
         return slots
 
-    def _kind(self) -> Kind:
+    def _kind(self) -> GgufType:
         number = self._u32()
-        if number >= len(Kind):
-            raise self._error(f"a value has the type {number}; types are 0 to {len(Kind) - 1}")
-        return Kind(number)
+        if number >= len(GgufType):
+            raise self._error(f"a value has the type {number}; types are 0 to {len(GgufType) - 1}")
+        return GgufType(number)
 
     def _take_strings(self, count: int) -> None:
         """Skip the strings of an array."""

@@ -21,7 +21,7 @@ N_CHARACTERS: Final = 100
 """Characters of a text that are shown."""
 
 
-class Row(NamedTuple):
+class MetadataRow(NamedTuple):
     """A metadata value.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row(NamedTuple):
         return _cut(self.value) if isinstance(self.value, str) else _item(self.value)
 
 
-def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[Row]:
+def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[MetadataRow]:
     """Return the values; of arrays the first elements, the others are not decoded."""
     found = []
     for key in metadata:
@@ -55,7 +55,7 @@ def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[Row]:
             value = metadata.first(key, n_items)
         except ModelError as error:
             problem = str(error).partition(f"{quoted(key)}: ")[2]
-        found.append(Row(key, str(metadata.slot(key)), value, problem))
+        found.append(MetadataRow(key, str(metadata.slot(key)), value, problem))
     return found
 
 

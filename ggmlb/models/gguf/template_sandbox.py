@@ -48,7 +48,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().unsafe_undefined(obj, attribute)
 
 
-class Generation(ext.Extension):
+class GenerationTag(ext.Extension):
     """The tag `generation`, which marks the assistant's text for training and changes nothing here."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
@@ -86,7 +86,7 @@ def strftime_now(form: str) -> str:
 @functools.lru_cache(8)
 def compiled(source: str) -> jinja2.Template:
     """Return a template, with the filters and functions that Hugging Face gives it."""
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation])
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, GenerationTag])
     environment.filters |= {"tojson": tojson, "from_json": json.loads}
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment.from_string(source)

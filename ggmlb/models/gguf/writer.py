@@ -18,13 +18,13 @@ import numpy.typing as npt
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError, kind_of
 from ggmlb.core.tensor import Tensor
-from ggmlb.models.gguf.metadata import Kind, Metadata, Raw
+from ggmlb.models.gguf.metadata import GgufType, Metadata, RawValue
 from ggmlb.models.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME
 from ggmlb.system.replaced_file import replaced
 
 Bytes = npt.NDArray[np.uint8]
 
-Writable = bool | int | float | str | np.generic | npt.NDArray[Any] | Sequence[Any] | Raw
+Writable = bool | int | float | str | np.generic | npt.NDArray[Any] | Sequence[Any] | RawValue
 """A metadata value to write."""
 
 Blocks = tuple[Bytes | Iterable[Bytes], DType | str, Sequence[int]]
@@ -41,13 +41,15 @@ PIECE: Final = 1 << 24
 """Bytes written at a time."""
 
 _FORMATS: Final = dict(
-    zip(Kind, ["<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?", "-", "-", "<Q", "<q", "<d"], strict=True)
+    zip(GgufType, ["<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?", "-", "-", "<Q", "<q", "<d"], strict=True)
 )
-_KINDS: Final = {kind.dtype: kind for kind in Kind if kind not in (Kind.BOOL, Kind.STRING, Kind.ARRAY)}
+_KINDS: Final = {
+    kind.dtype: kind for kind in GgufType if kind not in (GgufType.BOOL, GgufType.STRING, GgufType.ARRAY)
+}
 
 _INTEGERS: Final = (
-    (Kind.INT32, -(1 << 31), 1 << 31), (Kind.UINT32, 0, 1 << 32), (Kind.INT64, -(1 << 63), 1 << 63),
-    (Kind.UINT64, 0, 1 << 64),
+    (GgufType.INT32, -(1 << 31), 1 << 31), (GgufType.UINT32, 0, 1 << 32),
+    (GgufType.INT64, -(1 << 63), 1 << 63), (GgufType.UINT64, 0, 1 << 64),
 )  # fmt: skip
 """Kinds of integers with their ranges, in the order in which lists try them."""
 
@@ -107,7 +109,7 @@ _HEADER: Final = Struct("<4sIQQ")
 def _alignment(metadata: Mapping[str, Writable]) -> int:
     key = "general.alignment"
     found: Any = metadata.get(key, DEFAULT_ALIGNMENT)
-    if isinstance(found, Raw):
+    if isinstance(found, RawValue):
         found = found.value()
     if isinstance(found, np.integer):
         found = int(found)
@@ -138,24 +140,24 @@ def _utf8(text: str, what: str) -> bytes:
 def _encoded(key: str, value: object) -> bytes:
     """Encode a value, with its kind before it."""
     what = f"the value of {key!r}"
-    if isinstance(value, Raw):
+    if isinstance(value, RawValue):
         return value.encoded()
     if isinstance(value, np.ndarray):
         if value.ndim != 1:
             raise ArgumentError(f"save_gguf: {what} is an array of {value.ndim} dimensions; give one of 1")
         kind = _kind_of_numbers(value.dtype, what)
         little = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
-        return pack("<IIQ", Kind.ARRAY, kind, value.size) + little.tobytes()
+        return pack("<IIQ", GgufType.ARRAY, kind, value.size) + little.tobytes()
     if isinstance(value, (list, tuple)):
         kind = _kind_of_items(value, what)
         items = b"".join(_payload(kind, item, what) for item in value)
-        return pack("<IIQ", Kind.ARRAY, kind, len(value)) + items
+        return pack("<IIQ", GgufType.ARRAY, kind, len(value)) + items
     kind = _kind_of(value, what)
     return pack("<I", kind) + _payload(kind, value, what)
 
 
-def _payload(kind: Kind, value: Any, what: str) -> bytes:
-    if kind is Kind.STRING:
+def _payload(kind: GgufType, value: Any, what: str) -> bytes:
+    if kind is GgufType.STRING:
         raw = _utf8(value, what)
         return pack("<Q", len(raw)) + raw
     try:
@@ -166,15 +168,15 @@ def _payload(kind: Kind, value: Any, what: str) -> bytes:
         ) from None
 
 
-def _kind_of(value: object, what: str) -> Kind:
+def _kind_of(value: object, what: str) -> GgufType:
     if isinstance(value, (bool, np.bool_)):
-        return Kind.BOOL
+        return GgufType.BOOL
     if isinstance(value, np.generic):
         return _kind_of_numbers(value.dtype, what)
     if isinstance(value, str):
-        return Kind.STRING
+        return GgufType.STRING
     if isinstance(value, float):
-        return Kind.FLOAT32
+        return GgufType.FLOAT32
     if isinstance(value, int):
         order = (1, 0, 3, 2)  # a single number is unsigned where it can be
         for kind, least, end in (_INTEGERS[i] for i in order):
@@ -186,16 +188,16 @@ def _kind_of(value: object, what: str) -> Kind:
     )
 
 
-def _kind_of_numbers(dtype: np.dtype[Any], what: str) -> Kind:
+def _kind_of_numbers(dtype: np.dtype[Any], what: str) -> GgufType:
     if dtype == np.bool_:
-        return Kind.BOOL
+        return GgufType.BOOL
     kind = _KINDS.get(dtype.newbyteorder("<"))
     if kind is None:
         raise ArgumentError(f"save_gguf: {what} has numbers of type {dtype}, which the format does not have")
     return kind
 
 
-def _kind_of_items(items: Sequence[Any], what: str) -> Kind:
+def _kind_of_items(items: Sequence[Any], what: str) -> GgufType:
     """Return the kind of the elements of a list."""
     if not items:
         raise ArgumentError(f"save_gguf: {what} is an empty list of no type; give an empty NumPy array")
@@ -208,7 +210,7 @@ def _kind_of_items(items: Sequence[Any], what: str) -> Kind:
             if first <= least and most < end:
                 return kind
     elif all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in items):
-        return Kind.FLOAT32
+        return GgufType.FLOAT32
     names = ", ".join(sorted(kind.name.lower() for kind in kinds))
     raise ArgumentError(f"save_gguf: {what} is a list of several types, {names}; give one")
 

@@ -20,7 +20,7 @@ from ggmlb.models.text.cost import Cost, TokenCosts
 from ggmlb.models.text.experts import ExpertCache
 from ggmlb.models.text.graph import TextGraph
 from ggmlb.models.text.memory import FREE, KvMemory
-from ggmlb.models.text.step import LensGraph, Step
+from ggmlb.models.text.step import LensGraph, StepGraph
 
 N_BATCH = 512
 """Most tokens that are computed together."""
@@ -141,7 +141,7 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         """Return the names that `trace` knows, in the order in which the nodes are computed."""
 
     @abstractmethod
-    def _token_graph(self) -> Step:
+    def _token_graph(self) -> StepGraph:
         """Return the graph of one token."""
 
     def costs(self, rates: Mapping[Device, Rates]) -> list[Cost]:
@@ -171,7 +171,7 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         """Compute a batch, and add values of nodes."""
 
     def _start(
-        self, graph: Step, positions: npt.NDArray[np.int32] | list[int], n: int, traced: Traced
+        self, graph: StepGraph, positions: npt.NDArray[np.int32] | list[int], n: int, traced: Traced
     ) -> None:
         """Queue a graph; where nodes are traced, compute it, and add their values.
 

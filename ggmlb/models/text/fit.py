@@ -22,10 +22,10 @@ from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost
 from ggmlb.models.text.decoder import N_BATCH
 from ggmlb.models.text.memory import KvMemory
-from ggmlb.models.text.parts import Parts, Placement, Room, is_expert, planned_parts
+from ggmlb.models.text.parts import ModelPlacement, Parts, Room, is_expert, planned_parts
 from ggmlb.models.text.shards import Shards
 from ggmlb.models.text.states import StateMemory
-from ggmlb.models.text.weights import Layout
+from ggmlb.models.text.weights import WeightSources
 from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Wishes:
 class Fit(NamedTuple):
     """A placement, and the bytes that it takes."""
 
-    placement: Placement
+    placement: ModelPlacement
     table: MemoryTable
 
 
@@ -121,7 +121,7 @@ class Planner:
         self,
         file: GgufFile,
         config: TextConfig,
-        layout: Layout,
+        layout: WeightSources,
         backends: Mapping[str, Backend],
         room: Room,
         wishes: Wishes,
@@ -161,7 +161,7 @@ class Planner:
             self._limited.add(devices[0])
         return free
 
-    def _asked(self) -> Placement:
+    def _asked(self) -> ModelPlacement:
         """The placement as it is asked for, with all layers on the first device where nothing is said."""
         wishes, names, n_layer = self.wishes, list(self.backends), self.config.n_layer
         layers_on = _layers_on(n_layer, names, wishes.layers_on, wishes.gpu_layers)
@@ -182,7 +182,7 @@ class Planner:
                 raise ArgumentError(f"cpu_experts: none of {', '.join(names)} is a processor; add CPU")
             experts = dict.fromkeys(range(min(n, n_layer)), host)
         overrides = memory_overrides(wishes.override_tensors, self.backends)
-        return Placement(homes, experts, wishes.kv_on, overrides)
+        return ModelPlacement(homes, experts, wishes.kv_on, overrides)
 
     @property
     def host(self) -> str | None:
@@ -198,7 +198,7 @@ class Planner:
     # -- plans ---------------------------------------------------------------------------------
 
     def forecast(
-        self, placement: Placement, adapters: Iterable[tuple[FactorSource, bool]] | None = None
+        self, placement: ModelPlacement, adapters: Iterable[tuple[FactorSource, bool]] | None = None
     ) -> MemoryTable:
         """Return the bytes that a placement takes.
 
@@ -218,13 +218,13 @@ class Planner:
             return parts.table
 
     def costs(
-        self, placement: Placement, rates: Mapping[Device, Rates] = MappingProxyType({})
+        self, placement: ModelPlacement, rates: Mapping[Device, Rates] = MappingProxyType({})
     ) -> dict[str, Cost]:
         """Return what one token costs each device, with times if the rates of all devices are given."""
         with self._planned(placement) as parts:
             return dict(zip(self.backends, parts.decoder.costs(rates), strict=True))
 
-    def _planned(self, placement: Placement) -> AbstractContextManager[Parts]:
+    def _planned(self, placement: ModelPlacement) -> AbstractContextManager[Parts]:
         return planned_parts(self.file, self.config, self.layout, self.backends, placement, self.room)
 
     def with_room(self, **changes: object) -> Planner:
@@ -286,7 +286,7 @@ class Planner:
         """Return the placement as asked, or where nothing is said the one that fits best."""
         return self.fit() if self.is_open else Fit(self.asked, self.forecast(self.asked))
 
-    def choose(self) -> Placement:
+    def choose(self) -> ModelPlacement:
         """Return the placement as asked, or where nothing is said the one that fits.
 
         Raises:
@@ -344,7 +344,7 @@ class Planner:
         """What each device has for layers."""
         return {name: min(self.free[d] - beside[d] for d in self._devices[name]) for name in self.order}
 
-    def _trial(self, placement: Placement, tried: set[Hashable]) -> Fit | None:
+    def _trial(self, placement: ModelPlacement, tried: set[Hashable]) -> Fit | None:
         """Plan a placement, unless it was tried."""
         key = (*placement.homes.items(), *placement.experts.items())
         if key in tried:
@@ -417,7 +417,7 @@ class Planner:
             inner = [each for buffer in memory.buffers for each in buffer.allocations]
             return _most([(each.buft, each.size) for each in inner], backend)
 
-    def _fill(self, sizes: _Sizes, left: Mapping[str, float], output: str) -> Placement:
+    def _fill(self, sizes: _Sizes, left: Mapping[str, float], output: str) -> ModelPlacement:
         """Fill devices in their order, given the room that each has for layers."""
         homes = self._spread(sizes, left, with_experts=True)
         experts = dict(self.asked.experts)
@@ -488,7 +488,7 @@ def open_planner(
     """
     file = GgufFile(path)
     config = TextConfig.from_file(file)
-    layout = Layout(file, config)
+    layout = WeightSources(file, config)
     names = device_names(devices, list(wishes.layers_on or ()))
     n = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
     if not 1 <= n <= MOST_CTX:
@@ -511,7 +511,7 @@ def planner_over(
     resources: ExitStack,
     file: GgufFile,
     config: TextConfig,
-    layout: Layout,
+    layout: WeightSources,
     names: Sequence[str],
     room: Room,
     wishes: Wishes,
@@ -542,7 +542,7 @@ class _Sizes:
     experts: dict[tuple[int, str], int]
     devices: Mapping[str, tuple[str, ...]]
 
-    def by_name(self, placement: Placement) -> dict[str, int]:
+    def by_name(self, placement: ModelPlacement) -> dict[str, int]:
         """Return the bytes of the layers of a placement by the names of their homes."""
         found: dict[str, int] = defaultdict(int)
         for i, home in placement.homes.items():
@@ -552,7 +552,7 @@ class _Sizes:
                 found[where] += self.experts[i, where]
         return found
 
-    def by_device(self, placement: Placement) -> dict[str, int]:
+    def by_device(self, placement: ModelPlacement) -> dict[str, int]:
         """Return the bytes of the layers of a placement on each device."""
         found: dict[str, int] = defaultdict(int)
         for name, nbytes in self.by_name(placement).items():

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ggmlb import Context, DType, Tensor
 from ggmlb.models.text.experts import KINDS
-from ggmlb.models.text.step import Step
+from ggmlb.models.text.step import StepGraph
 
 if TYPE_CHECKING:
     from ggmlb.models.text.changes import Changes
@@ -24,7 +24,7 @@ MIN_EXPERT_SUM = 2.0**-14
 """Least sum of the shares of the chosen experts: the least normal f16, as in llama.cpp."""
 
 
-class LayersGraph(Step):
+class LayersGraph(StepGraph):
     """Base class of graphs from tokens to logits through layers of attention and feed-forward parts.
 
     Args:

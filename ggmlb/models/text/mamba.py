@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import DType, Tensor
-from ggmlb.models.text.step import Step
+from ggmlb.models.text.step import StepGraph
 
 if TYPE_CHECKING:
     from ggmlb.models.text.changes import Changes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ggmlb.models.text.states import StateMemory
 
 
-class MambaGraph(Step):
+class MambaGraph(StepGraph):
     """The graph for `n_tokens` more tokens of each of `n_sequences` sequences.
 
     The slots of the sequences are inputs: one graph serves every step of its sizes.

@@ -23,11 +23,11 @@ from ggmlb.models.weights import Source, Weights
 if TYPE_CHECKING:
     from ggmlb.models.gguf import GgufFile
     from ggmlb.models.text.config import TextConfig
-    from ggmlb.models.text.weights import Layout
+    from ggmlb.models.text.weights import WeightSources
 
 
 @dataclass(frozen=True)
-class Placement:
+class ModelPlacement:
     """Where the parts of a model lie.
 
     Attributes:
@@ -91,9 +91,9 @@ class Parts:
         self,
         file: GgufFile,
         config: TextConfig,
-        layout: Layout,
+        layout: WeightSources,
         backends: Mapping[str, Backend],
-        placement: Placement,
+        placement: ModelPlacement,
         room: Room,
         changes: Changes,
     ) -> None:
@@ -183,7 +183,7 @@ class Parts:
         self._resources.close()
 
 
-def sources_on(device: str, layout: Layout, placement: Placement) -> dict[str, Source]:
+def sources_on(device: str, layout: WeightSources, placement: ModelPlacement) -> dict[str, Source]:
     """Return the weights that lie on a device."""
     sources: dict[str, Source] = {}
     homes = placement.homes
@@ -210,9 +210,9 @@ def is_expert(name: str) -> bool:
 def planned_parts(
     file: GgufFile,
     config: TextConfig,
-    layout: Layout,
+    layout: WeightSources,
     backends: Mapping[str, Backend],
-    placement: Placement,
+    placement: ModelPlacement,
     room: Room,
 ) -> Iterator[Parts]:
     """Context manager that yields a model's parts in planned memory; arguments and errors as `Parts`."""

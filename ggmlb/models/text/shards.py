@@ -10,7 +10,7 @@ from ggmlb import SplitAxis, SplitState, Tensor, split_evenly
 if TYPE_CHECKING:
     from ggmlb.models.gguf import GgufFile
     from ggmlb.models.text.config import TextConfig
-    from ggmlb.models.text.weights import Layout
+    from ggmlb.models.text.weights import WeightSources
 
 MIRRORED = SplitState(SplitAxis.MIRRORED)
 
@@ -29,7 +29,7 @@ class Shards:
         layout: Its weights.
     """
 
-    def __init__(self, file: GgufFile, config: TextConfig, layout: Layout) -> None:
+    def __init__(self, file: GgufFile, config: TextConfig, layout: WeightSources) -> None:
         c, queries = config, config.n_head // config.n_head_kv
         q, k, v = queries * c.n_key, c.n_key, c.n_value
         # For each part, the axis that is cut, and the elements of each segment for a head of keys.

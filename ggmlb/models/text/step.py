@@ -1,4 +1,4 @@
-"""Step: what the graphs of all language models have in common, with the names of their nodes."""
+"""StepGraph: what the graphs of all language models have in common, with the names of their nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ggmlb.models.text.config import TextConfig
 
 
-class Node(NamedTuple):
+class NamedNode(NamedTuple):
     """A node that has a name.
 
     Attributes:
@@ -29,7 +29,7 @@ class Node(NamedTuple):
     row: tuple[int, ...]
 
 
-class Step:
+class StepGraph:
     """Base class of the graphs of one step of a language model.
 
     A product or norm with the weight `NAME.weight` has the name `NAME`: `blk.0.attn_q`, `output_norm`. What
@@ -53,7 +53,7 @@ class Step:
         self._weights = weights
         self._ctx = Context()
         self.graph = Graph()
-        self.named: dict[str, Node] = {}
+        self.named: dict[str, NamedNode] = {}
         self._steering = {
             layer: self._input(f"steering_{layer}", DType.F32, config.n_embd)
             for layer in (changes.steered if changes else ())
@@ -129,7 +129,7 @@ class Step:
     def _name(self, name: str, x: Tensor, *row: int) -> Tensor:
         """Give a node a name, and a shape to its values of one token other than `(ne[0],)`."""
         x.name = name
-        self.named[name] = Node(x, row or (x.ne[0],))
+        self.named[name] = NamedNode(x, row or (x.ne[0],))
         return x
 
     def _begin(self, ids: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Step:
         return hidden, logits
 
 
-class LensGraph(Step):
+class LensGraph(StepGraph):
     """The graph from any hidden states to logits, as after the last layer.
 
     Args:

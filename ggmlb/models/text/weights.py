@@ -16,7 +16,7 @@ IGNORED = frozenset({"attn_rot_embd", "attn_rot_embd.weight"})
 """Tensors of a layer that older files hold and no graph reads."""
 
 
-class Layout:
+class WeightSources:
     """The sources of a model's weights: those of each layer, of the embeddings, and of the output.
 
     Args:

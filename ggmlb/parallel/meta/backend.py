@@ -13,7 +13,7 @@ from ggmlb.interface import Backend, GraphPlan
 from ggmlb.interface.data import Bytes
 from ggmlb.parallel.meta.buffer import MetaBuffer
 from ggmlb.parallel.meta.plan import MetaPlan
-from ggmlb.parallel.meta.reduce import Communicator
+from ggmlb.parallel.meta.reduce import MetaCommunicator
 
 if TYPE_CHECKING:
     from ggmlb.parallel.meta.device import MetaDevice
@@ -35,7 +35,7 @@ class MetaBackend(Backend):
         super().__init__(device)
         with ExitStack() as opened:
             self.backends = tuple(opened.enter_context(d.init_backend(params)) for d in device.devices)
-            self.communicator = Communicator(self.backends)
+            self.communicator = MetaCommunicator(self.backends)
             opened.pop_all()
 
     @property

@@ -19,7 +19,7 @@ from ggmlb.parallel.meta.layout import slices_of_view
 from ggmlb.parallel.meta.state import MAX_DEVICES, outcome, whole
 
 if TYPE_CHECKING:
-    from ggmlb.core.sharding import Outcome, SplitState
+    from ggmlb.core.sharding import ShardOutcome, SplitState
 
     GetSplitState = Callable[[Tensor], SplitState]
 alias("GetSplitState", "Callable")
@@ -140,7 +140,7 @@ class MetaDevice(Device):
         result = self.outcome(tensor).result if tensor.src else MIRRORED
         return MIRRORED if result == PARTIAL else result
 
-    def outcome(self, node: Tensor) -> Outcome:
+    def outcome(self, node: Tensor) -> ShardOutcome:
         """Return the required states of a node's operands, and the state of its result."""
         states = [MIRRORED if s is None else self.state(s) for s in node.src]
         found = outcome(node, states)

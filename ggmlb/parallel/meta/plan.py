@@ -26,7 +26,7 @@ Slices = tuple[Tensor, ...]
 """One tensor per device."""
 
 
-class Stage(NamedTuple):
+class SubgraphStage(NamedTuple):
     """Plans that the devices compute independently, and the exchange after them."""
 
     plans: tuple[GraphPlan | None, ...]
@@ -50,7 +50,7 @@ class MetaPlan(GraphPlan):
 
     def __init__(self, backend: MetaBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
-        self.stages: list[Stage] = []
+        self.stages: list[SubgraphStage] = []
         self._reductions: list[AllReduce] = []
         self._gathers: list[Gather] = []
         try:
@@ -156,7 +156,7 @@ class _Sharder:
                 backend.graph_plan_create(graph.view(start, end)) if end > start else None
                 for backend, graph, start, end in zip(self._backends, graphs, starts, ends, strict=True)
             )
-            self._plan.stages.append(Stage(plans, then))
+            self._plan.stages.append(SubgraphStage(plans, then))
             starts = ends
 
     def _close(self, then: Callable[[], None] | None) -> None:

@@ -13,7 +13,7 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, tensor_copy_async
 
 
-class Communicator:
+class MetaCommunicator:
     """All-reduce over streams, by the backend's own functions if it has them (`comm_*`, for example NCCL)."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
@@ -64,7 +64,9 @@ class AllReduce:
     afterwards (as in ggml).
     """
 
-    def __init__(self, communicator: Communicator, parts: Sequence[Tensor], has_part: Sequence[bool]) -> None:
+    def __init__(
+        self, communicator: MetaCommunicator, parts: Sequence[Tensor], has_part: Sequence[bool]
+    ) -> None:
         self._communicator = communicator
         self._parts = tuple(parts)
         self._all_have = all(has_part)

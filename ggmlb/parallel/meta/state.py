@@ -10,14 +10,14 @@ from ggmlb.core import arguments
 from ggmlb.core.enums import as_enum
 from ggmlb.core.errors import ArgumentError, kind_of
 from ggmlb.core.ops import SPECS
-from ggmlb.core.sharding import MIRRORED, Outcome, SplitAxis, SplitState, States
+from ggmlb.core.sharding import MIRRORED, ShardOutcome, SplitAxis, SplitState, States
 from ggmlb.core.tensor import Tensor
 
 MAX_DEVICES: Final = 16
 """Most devices of a meta device (GGML_BACKEND_META_MAX_DEVICES)."""
 
 
-def outcome(node: Tensor, states: States) -> Outcome:
+def outcome(node: Tensor, states: States) -> ShardOutcome:
     """Return the split states of a node that is not a view."""
     if any(s.is_cut for s in states):
         rule = SPECS[node.op].shard
@@ -30,9 +30,9 @@ def outcome(node: Tensor, states: States) -> Outcome:
     return whole(states)
 
 
-def whole(states: States) -> Outcome:
+def whole(states: States) -> ShardOutcome:
     """Return the outcome for a node that every device computes whole."""
-    return Outcome(MIRRORED, (MIRRORED,) * len(states))
+    return ShardOutcome(MIRRORED, (MIRRORED,) * len(states))
 
 
 @arguments.checked

@@ -5,8 +5,8 @@
     GraphAllocator       a graph's tensors, sharing memory over time          ggml_gallocr
 
 A graph is allocated in three steps: `IndexedGraph` converts it to lists of integers; `plan` finds an
-abstract address for each tensor, by `Arena`s; `graph` allocates the buffers and places the tensors. Plans
-are cached, so that later allocations skip the second step.
+abstract address for each tensor, by `DynamicAllocator`s; `graph` allocates the buffers and places the
+tensors. Plans are cached, so that later allocations skip the second step.
 """
 
 from ggmlb.runtime.alloc.context import (

@@ -1,6 +1,6 @@
 """Plan: a place for each tensor of a graph, such that tensors with overlapping lifetimes share no byte.
 
-Planning needs no memory: an `Arena` allocates abstract addresses.
+Planning needs no memory: an `DynamicAllocator` allocates abstract addresses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OFFSET_MASK = (1 << CHUNK_BITS) - 1
 """Mask that extracts the offset within a chunk."""
 
 
-class Arena:
+class DynamicAllocator:
     """Best-fit allocator of abstract addresses, which joins freed neighbours (ggml_dyn_tallocr).
 
     The memory consists of chunks of at most `limit` bytes. All sizes, and hence all addresses, are
@@ -218,7 +218,7 @@ def make_plan(
     ):
         last[roots[i]] = never
 
-    arenas = [Arena(limit) for limit in limits]
+    arenas = [DynamicAllocator(limit) for limit in limits]
     addresses: dict[int, int] = {}
     early = [i for i in flagged if flags[i] & _PLACED_EARLY]
     for i in (*graph.listed[:n_leafs], *graph.unlisted, *early):

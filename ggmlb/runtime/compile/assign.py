@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ggmlb.runtime.compile.read import IndexedGraph
 
 
-class Rules:
+class AssignRules:
     """A scheduler's backends and options, by which graphs are assigned and split.
 
     Attributes:
@@ -111,7 +111,7 @@ class Assignment:
     foreign: set[int]
 
 
-def assign(graph: IndexedGraph, rules: Rules, requests: Mapping[int, int]) -> Assignment:
+def assign(graph: IndexedGraph, rules: AssignRules, requests: Mapping[int, int]) -> Assignment:
     """Choose the backend of every tensor of a graph.
 
     Args:
@@ -133,7 +133,7 @@ def assign(graph: IndexedGraph, rules: Rules, requests: Mapping[int, int]) -> As
     return Assignment(passes.ids, passes.causes, passes.foreign)
 
 
-def readable(graph: IndexedGraph, rules: Rules, ids: Sequence[int], i: int, b: int) -> bool:
+def readable(graph: IndexedGraph, rules: AssignRules, ids: Sequence[int], i: int, b: int) -> bool:
     """Whether backend `b` can use a tensor without a copy, at its present or planned place."""
     root = graph.roots[i]
     buffer = graph.buffers[root]
@@ -145,7 +145,7 @@ def readable(graph: IndexedGraph, rules: Rules, ids: Sequence[int], i: int, b: i
     return owner >= 0 and not rules.is_apart(owner, b) and b in rules.users(rules.bufts[owner])
 
 
-def refusal(graph: IndexedGraph, rules: Rules, node: int, b: int) -> str | None:
+def refusal(graph: IndexedGraph, rules: AssignRules, node: int, b: int) -> str | None:
     """Return why backend `b` cannot run a node; `None` if it can."""
     for i, src in enumerate(graph.reads(node)) if graph.some_unreadable else ():
         root = graph.roots[src] if src >= 0 else -1
@@ -156,7 +156,7 @@ def refusal(graph: IndexedGraph, rules: Rules, node: int, b: int) -> str | None:
     return rules.backends[b].device.declines(graph.tensors[node])
 
 
-def reasons(graph: IndexedGraph, rules: Rules, node: int) -> dict[str, str]:
+def reasons(graph: IndexedGraph, rules: AssignRules, node: int) -> dict[str, str]:
     """Return the reason of each backend that cannot run a node, by name."""
     answers = ((backend.name, refusal(graph, rules, node, b)) for b, backend in enumerate(rules.backends))
     return {name: why for name, why in answers if why is not None}
@@ -165,7 +165,7 @@ def reasons(graph: IndexedGraph, rules: Rules, node: int) -> dict[str, str]:
 class _Passes:
     """The passes over one graph: each fills in some of `ids` and `causes`."""
 
-    def __init__(self, graph: IndexedGraph, rules: Rules, requests: Mapping[int, int]) -> None:
+    def __init__(self, graph: IndexedGraph, rules: AssignRules, requests: Mapping[int, int]) -> None:
         self.backends = rules.backends
         self.bufts = rules.bufts
         self.ids: list[int] = []

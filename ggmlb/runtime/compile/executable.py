@@ -18,7 +18,7 @@ from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.interface.observe import observers
-from ggmlb.runtime.compile.assign import UNKNOWN, Assignment, Cause, Rules, assign, reasons
+from ggmlb.runtime.compile.assign import UNKNOWN, Assignment, AssignRules, Cause, assign, reasons
 from ggmlb.runtime.compile.copies import insert_copies, with_tensors
 from ggmlb.runtime.compile.read import IndexedGraph, picker
 from ggmlb.runtime.compile.split import Split, split_graph
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def compile_graph(
-    graph: IndexedGraph, rules: Rules, requests: Mapping[int, int], n_copies: int
+    graph: IndexedGraph, rules: AssignRules, requests: Mapping[int, int], n_copies: int
 ) -> Executable:
     """Assign and split a graph, and insert the copies between its devices.
 
@@ -71,7 +71,7 @@ class Executable:
     def __init__(
         self,
         graph: IndexedGraph,
-        rules: Rules,
+        rules: AssignRules,
         requests: Mapping[int, int],
         assignment: Assignment,
         splits: list[Split],

@@ -15,7 +15,7 @@ from ggmlb.interface import Backend, GraphPlan
 from ggmlb.runtime.compile.assign import UNKNOWN, readable
 
 if TYPE_CHECKING:
-    from ggmlb.runtime.compile.assign import Assignment, Rules
+    from ggmlb.runtime.compile.assign import Assignment, AssignRules
     from ggmlb.runtime.compile.read import IndexedGraph
 
 MAX_SPLIT_INPUTS = 30
@@ -148,7 +148,7 @@ class Split:
 
 
 def split_graph(
-    graph: IndexedGraph, found: Assignment, rules: Rules, requests: Mapping[int, int], n_copies: int
+    graph: IndexedGraph, found: Assignment, rules: AssignRules, requests: Mapping[int, int], n_copies: int
 ) -> tuple[list[Split], set[int]]:
     """Divide a graph into splits.
 
@@ -181,7 +181,7 @@ class _Splitter:
         self,
         graph: IndexedGraph,
         found: Assignment,
-        rules: Rules,
+        rules: AssignRules,
         requests: Mapping[int, int],
         n_copies: int,
     ) -> None:

@@ -10,7 +10,7 @@ from ggmlb.core.errors import FreedError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
-from ggmlb.runtime.compile.assign import Rules
+from ggmlb.runtime.compile.assign import AssignRules
 from ggmlb.runtime.compile.executable import Executable, compile_graph, requests_of
 from ggmlb.runtime.compile.read import IndexedGraph, is_compute
 
@@ -27,7 +27,7 @@ class ExecutableCache:
         keep_graphs: Whether graphs keep their executables and places as long as they live.
     """
 
-    def __init__(self, rules: Rules, n_copies: int, keep_graphs: bool) -> None:
+    def __init__(self, rules: AssignRules, n_copies: int, keep_graphs: bool) -> None:
         self._rules, self._n_copies = rules, n_copies
         self.keep_graphs = keep_graphs
         self._latest: deque[Executable] = deque(maxlen=MAX_EXECUTABLES)

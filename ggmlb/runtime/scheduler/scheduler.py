@@ -17,7 +17,7 @@ from ggmlb.interface import Backend, Buffer, BufferType
 from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.runtime.alloc import GraphAllocator
-from ggmlb.runtime.compile.assign import Rules
+from ggmlb.runtime.compile.assign import AssignRules
 from ggmlb.runtime.scheduler.cache import ExecutableCache
 from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
 from ggmlb.runtime.scheduler.report import Placement, memory_report, placements, record_fallbacks, render
@@ -125,7 +125,7 @@ class Scheduler(Freeable):
             (*self._bufts, self._host_memory()), keep_inputs=True, separate=separate
         )
         self._executor = Executor(self._backends, self._n_copies)
-        rules = Rules(self._backends, self._bufts, op_offload, strict, separate)
+        rules = AssignRules(self._backends, self._bufts, op_offload, strict, separate)
         self._cache = ExecutableCache(rules, self._n_copies, keep_graphs)
         self._graph: Graph | None = None
         self._executable: Executable | None = None

@@ -8,16 +8,16 @@ from ggmlb.core.errors import one_line
 from ggmlb.interface import Device
 from ggmlb.testing.behaviour import memory, order, plans, transfers, weights
 from ggmlb.testing.behaviour.rig import CHECKS, Fault, NotApplicable, Rig
-from ggmlb.testing.results import Outcome, Result
+from ggmlb.testing.results import CaseResult, Outcome
 
 __all__ = ["CHECKS", "behaves", "memory", "order", "plans", "transfers", "weights"]
 
 
-def behaves(device: Device, group: str, name: str) -> Result:
+def behaves(device: Device, group: str, name: str) -> CaseResult:
     """Run one check on a device."""
     start = perf_counter()
     outcome, reason = _outcome(device, group, name)
-    return Result("behaviour", device.name, group, name, outcome, reason, None, perf_counter() - start)
+    return CaseResult("behaviour", device.name, group, name, outcome, reason, None, perf_counter() - start)
 
 
 def _outcome(device: Device, group: str, name: str) -> tuple[Outcome, str]:

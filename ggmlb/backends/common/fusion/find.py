@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache, cached_property
 
-from ggmlb.backends.common.fusion.group import IN_PLACE, PATTERNS, Group, Part, Pattern
+from ggmlb.backends.common.fusion.group import IN_PLACE, PATTERNS, Group, Pattern, PatternNode
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, BufferUsage, Op, TensorFlag
 from ggmlb.core.graph import Graph
@@ -143,7 +143,7 @@ class _Finder:
             return False
         return not self._by_place or self._can_fuse(group)
 
-    def _find(self, part: Part, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
+    def _find(self, part: PatternNode, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
         """Add a part and its inputs in computing order; return whether they match (or `parts` is invalid)."""
         if node not in self._places or node in self._taken or 0 in node.ne or node in parts.values():
             return False
@@ -157,7 +157,13 @@ class _Finder:
         return True
 
     def _find_input(
-        self, part: Part, inner: Part, node: Tensor, i: int, parts: dict[str, Tensor], views: list[Tensor]
+        self,
+        part: PatternNode,
+        inner: PatternNode,
+        node: Tensor,
+        i: int,
+        parts: dict[str, Tensor],
+        views: list[Tensor],
     ) -> bool:
         source = node.src[i] if i < len(node.src) else None
         between = []
@@ -220,7 +226,7 @@ class _Finder:
 def _patterns(op: Op, *sources: Op | None) -> tuple[Pattern, ...]:
     """Return the patterns that may end at a node, by its op and those of its sources."""
 
-    def may_read(part: Part, inner: Part, i: int) -> bool:
+    def may_read(part: PatternNode, inner: PatternNode, i: int) -> bool:
         source = sources[i] if i < len(sources) else None
         return source in inner.ops or (part.by_views and source in NO_OPS)
 

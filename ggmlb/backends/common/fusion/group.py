@@ -16,7 +16,7 @@ IN_PLACE: Final = frozenset({"add", "norm", "mul", "shift", "set_rows", "gate_ad
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PatternNode:
     """A node of a pattern.
 
     Attributes:
@@ -29,7 +29,7 @@ class Part:
 
     name: str
     ops: tuple[Op, ...]
-    inputs: tuple[tuple[Part, tuple[int, ...]], ...] = ()
+    inputs: tuple[tuple[PatternNode, tuple[int, ...]], ...] = ()
     keepable: bool = False
     by_views: bool = False
 
@@ -39,7 +39,7 @@ class Pattern:
     """A tree of parts, given by its last part, with further conditions."""
 
     name: Name
-    last: Part
+    last: PatternNode
     fits: Callable[[Group], bool]
 
 
@@ -165,18 +165,18 @@ def _rows_of_heads(group: Group) -> bool:
 
 
 def _norm(*, add: bool, mul: bool, shift: bool) -> Pattern:
-    sum_ = Part("add", (Op.ADD,), keepable=True)
-    last = Part("norm", (Op.NORM, Op.RMS_NORM), ((sum_, (0,)),) if add else ())
+    sum_ = PatternNode("add", (Op.ADD,), keepable=True)
+    last = PatternNode("norm", (Op.NORM, Op.RMS_NORM), ((sum_, (0,)),) if add else ())
     if mul:
-        last = Part("mul", (Op.MUL,), ((last, (0, 1)),))
+        last = PatternNode("mul", (Op.MUL,), ((last, (0, 1)),))
     if shift:
-        last = Part("shift", (Op.ADD,), ((last, (0, 1)),))
+        last = PatternNode("shift", (Op.ADD,), ((last, (0, 1)),))
     return Pattern("norm", last, _all(_tiles("add"), _tiles("mul"), _tiles("shift")))
 
 
-def _product(name: str, added: str | None) -> Part:
-    product = Part(name, (Op.MUL_MAT,))
-    return Part(added, (Op.ADD,), ((product, (0, 1)),)) if added else product
+def _product(name: str, added: str | None) -> PatternNode:
+    product = PatternNode(name, (Op.MUL_MAT,))
+    return PatternNode(added, (Op.ADD,), ((product, (0, 1)),)) if added else product
 
 
 def _glu(*, add: bool, split: bool) -> Pattern:
@@ -184,7 +184,7 @@ def _glu(*, add: bool, split: bool) -> Pattern:
     if split:
         inputs.append((_product("up", "up_add" if add else None), (1,)))
     fits = _all(_same_operand, _tiles("gate_add"), _tiles("up_add"))
-    return Pattern("glu", Part("glu", (Op.GLU,), tuple(inputs)), fits)
+    return Pattern("glu", PatternNode("glu", (Op.GLU,), tuple(inputs)), fits)
 
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
@@ -195,7 +195,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
     _norm(add=True, mul=False, shift=False),
     Pattern(
         "rope_set_rows",
-        Part("set_rows", (Op.SET_ROWS,), ((Part("rope", (Op.ROPE,)), (0,)),), by_views=True),
+        PatternNode("set_rows", (Op.SET_ROWS,), ((PatternNode("rope", (Op.ROPE,)), (0,)),), by_views=True),
         _rows_of_heads,
     ),
     _glu(add=True, split=True),
@@ -205,7 +205,9 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
     Pattern("mul_mat_add", _product("mul_mat", "add"), _tiles("add")),
     *(
         Pattern(
-            "mul_mat_unary", Part("unary", (Op.UNARY,), ((_product("mul_mat", added), (0,)),)), _tiles("add")
+            "mul_mat_unary",
+            PatternNode("unary", (Op.UNARY,), ((_product("mul_mat", added), (0,)),)),
+            _tiles("add"),
         )
         for added in ("add", None)
     ),

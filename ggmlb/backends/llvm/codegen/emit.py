@@ -1,4 +1,4 @@
-"""Kernel, the emitter of LLVM code: memory, loops and variables over LLVM's builder.
+"""Emitter of LLVM code: memory, loops and variables over LLVM's builder.
 
 A Python function emits a kernel by computing with `Value`s like numbers. The LLVM code is for one
 instruction set, with its vector width. Addresses are 64-bit integers.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Variable:
     """A variable that changes between iterations of a loop; LLVM keeps it in a register."""
 
-    def __init__(self, kernel: Kernel, start: Value) -> None:
+    def __init__(self, kernel: Emitter, start: Value) -> None:
         self._kernel = kernel
         with kernel.build.goto_entry_block():
             self._slot = kernel.build.alloca(start.type)
@@ -49,7 +49,7 @@ class Variable:
         return Value(self._kernel, self._kernel.build.load(self._slot))
 
 
-class Kernel:
+class Emitter:
     """The body of a function `(args, chunk, n_chunks, thread)` that is being written.
 
     Attributes:

@@ -65,7 +65,7 @@ LEVELS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CompileTarget:
     """A target of compilation: a level and LLVM's parameters.
 
     Attributes:
@@ -181,7 +181,7 @@ def levels_here() -> tuple[Level, ...]:
 
 
 @cache
-def target_for(name: str | None) -> Target:
+def target_for(name: str | None) -> CompileTarget:
     """Return the target of a level by its name; of the host's widest by `None`.
 
     Raises:
@@ -192,10 +192,10 @@ def target_for(name: str | None) -> Target:
     if name is None:
         best = here[0]
         # Where only the plain level is left, LLVM's own choice of instructions stays open to it.
-        return Target(best, cpu, features)
+        return CompileTarget(best, cpu, features)
     for level in here:
         if level.name == name:
-            return Target(level, level.cpu or _baseline(), level.features)
+            return CompileTarget(level, level.cpu or _baseline(), level.features)
     names = [level.name for level in here]
     raise ArgumentError(
         f"no instruction set {name!r} (GGMLB_SIMD): this processor runs {', '.join(names)}"

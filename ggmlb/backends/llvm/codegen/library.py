@@ -20,14 +20,14 @@ from llvmlite import ir
 
 from ggmlb.backends.common import formulas
 from ggmlb.backends.llvm.codegen import host, loader
-from ggmlb.backends.llvm.codegen.emit import Kernel
+from ggmlb.backends.llvm.codegen.emit import Emitter
 from ggmlb.core import dtypes, quants
 from ggmlb.core.errors import BackendError
 from ggmlb.system import disk_cache, env
 from ggmlb.system.progress import Task
 
 Emit = Callable[..., None]
-"""Emitter of a kernel: `emit(kernel, *params)`."""
+"""Writes a kernel: `emit(emitter, *params)`."""
 
 _lock = RLock()
 
@@ -40,7 +40,7 @@ class Library:
         n_compiled: Kernels that were compiled, not found on disk.
     """
 
-    def __init__(self, target: host.Target) -> None:
+    def __init__(self, target: host.CompileTarget) -> None:
         self.target = target
         self.n_compiled = 0
         self._addresses: dict[Hashable, int] = {}
@@ -101,13 +101,15 @@ class Library:
         return code
 
 
-def optimised(target: host.Target, machine: Any, emit: Emit, params: tuple[Any, ...], symbol: str) -> Any:
+def optimised(
+    target: host.CompileTarget, machine: Any, emit: Emit, params: tuple[Any, ...], symbol: str
+) -> Any:
     """Return the kernel as an LLVM module, optimised."""
     from llvmlite import binding
 
     module = ir.Module(symbol)
     module.triple = machine.triple
-    kernel = Kernel(module, symbol, target.level)
+    kernel = Emitter(module, symbol, target.level)
     emit(kernel, *params)
     kernel.finish()
     parsed = binding.parse_assembly(str(module))

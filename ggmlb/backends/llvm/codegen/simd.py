@@ -13,7 +13,7 @@ from ggmlb.backends.llvm.codegen.value import F16, F32, F64, I1, I8, I16, I32, I
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 # -- bytes -----------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ class Dot:
     offset takes away depends on the signed bytes only: it is where the sums start, once for many rows.
     """
 
-    def __init__(self, k: Kernel, lanes: int) -> None:
+    def __init__(self, k: Emitter, lanes: int) -> None:
         self.k = k
         self.lanes = lanes
 
@@ -68,9 +68,9 @@ class Dot:
         scale: Value | None = None,
         counts: Sequence[Value] = (),
         start: Value | None = None,
-    ) -> Group:
-        """A sum of products that is to be added up; see `Group`."""
-        return Group(self, offset, most, scale, counts, start)
+    ) -> DotSum:
+        """A sum of products that is to be added up; see `DotSum`."""
+        return DotSum(self, offset, most, scale, counts, start)
 
     def pairs(self, a: Value, b: Value) -> Value:
         """The sums of products of two neighbouring 16-bit numbers, as 32-bit lanes."""
@@ -127,7 +127,7 @@ class Dot:
         return values[0].join(values[1])
 
 
-class Group:
+class DotSum:
     """A sum of byte products that is being added up, times a factor.
 
     Args:
@@ -220,7 +220,7 @@ class Group:
 
 
 def add_words(
-    groups: Sequence[Sequence[Group]], n: int, read: Callable[[Value], tuple[list[Value], list[Value]]]
+    groups: Sequence[Sequence[DotSum]], n: int, read: Callable[[Value], tuple[list[Value], list[Value]]]
 ) -> None:
     """Add `n` products to each group: of the codes of its row with the signed bytes of its column.
 
@@ -245,7 +245,7 @@ def add_words(
             group._set(slot.now)
 
 
-def look_up(k: Kernel, table: Sequence[int], index: Value) -> Value:
+def look_up(k: Emitter, table: Sequence[int], index: Value) -> Value:
     """Bytes of a table of 16 by index, 32 or 64 at a time."""
     n = lanes_of(index.type)
     if n == 64:
@@ -267,7 +267,7 @@ def look_up(k: Kernel, table: Sequence[int], index: Value) -> Value:
 # -- floats in memory ------------------------------------------------------------------------------
 
 
-def from_half(k: Kernel, bits: Value) -> Value:
+def from_half(k: Emitter, bits: Value) -> Value:
     """16-bit patterns of halves as float32."""
     if k.level.f16:
         return bits.bits(like(bits.type, F16)).to_float()
@@ -279,7 +279,7 @@ def from_half(k: Kernel, bits: Value) -> Value:
     return (value.bits(wide.type) | ((wide & 0x8000) << 16)).bits(value.type)
 
 
-def to_half(k: Kernel, x: Value) -> Value:
+def to_half(k: Emitter, x: Value) -> Value:
     """Float32 as 16-bit patterns of halves, to the nearest, halves to even."""
     if k.level.f16:
         return x.trunc(F16).bits(like(x.type, I16))
@@ -302,7 +302,7 @@ def from_bfloat(bits: Value) -> Value:
     return (bits.zext(I32) << 16).bits(like(bits.type, F32))
 
 
-def to_bfloat(k: Kernel, x: Value) -> Value:
+def to_bfloat(k: Emitter, x: Value) -> Value:
     """Float32 as 16-bit patterns of bfloat16, to the nearest, halves to even."""
     bits = x.bits(like(x.type, I32))
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -310,7 +310,7 @@ def to_bfloat(k: Kernel, x: Value) -> Value:
     return k.select(is_nan, (bits >> 16) | 64, rounded).trunc(I16)
 
 
-def load_floats(k: Kernel, dtype: str, address: Value, lanes: int, mask: Value | None = None) -> Value:
+def load_floats(k: Emitter, dtype: str, address: Value, lanes: int, mask: Value | None = None) -> Value:
     """Read `lanes` values of a type (f32, f16, bf16) as float32; those that a mask leaves out are 0."""
     type_ = vec(F32 if dtype == "f32" else I16, lanes)
     raw = k.load(type_, address) if mask is None else k.load_masked(type_, address, mask)
@@ -320,7 +320,7 @@ def load_floats(k: Kernel, dtype: str, address: Value, lanes: int, mask: Value |
 
 
 def store_floats(
-    k: Kernel, dtype: str, value: Value, address: Value, mask: Value | None = None, past_caches: bool = False
+    k: Emitter, dtype: str, value: Value, address: Value, mask: Value | None = None, past_caches: bool = False
 ) -> None:
     """Write float32 as values of a type; past the caches, `address` is a multiple of the vector's bytes."""
     if dtype != "f32":
@@ -333,7 +333,7 @@ def store_floats(
         k.store_masked(value, address, mask)
 
 
-def load_float(k: Kernel, dtype: str, address: Value) -> Value:
+def load_float(k: Emitter, dtype: str, address: Value) -> Value:
     """Read one value."""
     if dtype == "f32":
         return k.load(F32, address)
@@ -347,7 +347,7 @@ SIZES = {t.name.lower(): t.type_size for t in (DType.F32, DType.F16, DType.BF16)
 # -- over lanes ------------------------------------------------------------------------------------
 
 
-def fold(k: Kernel, x: Value, both: Callable[[Value, Value], Value]) -> Value:
+def fold(k: Emitter, x: Value, both: Callable[[Value, Value], Value]) -> Value:
     """Combine all lanes to one, halves with halves."""
     n = lanes_of(x.type)
     while n > 1:
@@ -385,12 +385,12 @@ def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value], each:
     return result.shuffle([order[0].index(i) for i in range(n_results)])
 
 
-def total(k: Kernel, x: Value) -> Value:
+def total(k: Emitter, x: Value) -> Value:
     """The sum of the lanes."""
     return fold(k, x, lambda a, b: a + b)
 
 
-def greatest(k: Kernel, x: Value) -> Value:
+def greatest(k: Emitter, x: Value) -> Value:
     """The greatest lane."""
     return fold(k, x, k.maximum)
 
@@ -406,7 +406,7 @@ _ROUND = 12582912.0
 """Added and taken away, it rounds what is small beside it to an integer."""
 
 
-def polynomial(k: Kernel, x: Value, coefficients: Sequence[float]) -> Value:
+def polynomial(k: Emitter, x: Value, coefficients: Sequence[float]) -> Value:
     """Evaluate a polynomial, highest power first."""
     sum_ = k.const(x.type, coefficients[0])
     for c in coefficients[1:]:
@@ -414,24 +414,24 @@ def polynomial(k: Kernel, x: Value, coefficients: Sequence[float]) -> Value:
     return sum_
 
 
-def _power_of_two(k: Kernel, x: Value) -> tuple[Value, Value]:
+def _power_of_two(k: Emitter, x: Value) -> tuple[Value, Value]:
     """`n` and `r` with `exp(x) = 2^n exp(r)`, where `r` is small, for `x` from -104 to 104."""
     n = k.fma(x, k.const(x.type, _LOG2_E), k.const(x.type, _ROUND)) - _ROUND
     r = k.fma(n, k.const(x.type, -_LN2_HIGH), x)
     return n, k.fma(n, k.const(x.type, -_LN2_LOW), r)
 
 
-def _is_avx512(k: Kernel, x: Value) -> bool:
+def _is_avx512(k: Emitter, x: Value) -> bool:
     """Whether there are vectors of 16 lanes, and lanes for some of them."""
     return k.level.lanes == 16 and lanes_of(x.type) % 16 == 0
 
 
-def _all(k: Kernel) -> tuple[Value, Value]:
+def _all(k: Emitter) -> tuple[Value, Value]:
     """Operands of an intrinsic: the mask of all of 16 lanes, and rounding as usual."""
     return k.const(I16, -1), k.const(I32, 4)
 
 
-def _by_vectors(k: Kernel, fn: Callable[..., Value], *operands: Value) -> Value:
+def _by_vectors(k: Emitter, fn: Callable[..., Value], *operands: Value) -> Value:
     """Apply a function to each 16 lanes."""
     if lanes_of(operands[0].type) == 16:
         return fn(*operands)
@@ -439,7 +439,7 @@ def _by_vectors(k: Kernel, fn: Callable[..., Value], *operands: Value) -> Value:
     return low.join(high)
 
 
-def _scaled(k: Kernel, x: Value, n: Value) -> Value:
+def _scaled(k: Emitter, x: Value, n: Value) -> Value:
     """`x 2^n`."""
     if _is_avx512(k, x):
         return _by_vectors(
@@ -454,24 +454,24 @@ def _scaled(k: Kernel, x: Value, n: Value) -> Value:
     return x
 
 
-def _between(k: Kernel, x: Value, low: float, high: float) -> Value:
+def _between(k: Emitter, x: Value, low: float, high: float) -> Value:
     """The nearest number between two; NaN of NaN."""
     most, least = k.const(x.type, high), k.const(x.type, low)
     x = k.select(most < x, most, x)
     return k.select(least > x, least, x)
 
 
-def _exp(k: Kernel, x: Value) -> Value:
+def _exp(k: Emitter, x: Value) -> Value:
     n, r = _power_of_two(k, x)
     return _scaled(k, polynomial(k, r, (*_EXP, 1.0, 1.0)), n)
 
 
-def exp(k: Kernel, x: Value) -> Value:
+def exp(k: Emitter, x: Value) -> Value:
     """The exponential, to about 1e-7 of its value; 0 and infinity where float32 ends."""
     return _exp(k, _between(k, x, -104.0, 89.0))
 
 
-def expm1(k: Kernel, x: Value) -> Value:
+def expm1(k: Emitter, x: Value) -> Value:
     """`exp(x) - 1`, near 0 too; infinity where float32 ends."""
     n, r = _power_of_two(k, _between(k, x, -104.0, 89.0))
     e = k.fma(polynomial(k, r, _EXP), r * r, r)
@@ -482,7 +482,7 @@ def expm1(k: Kernel, x: Value) -> Value:
     return y * k.select(last, k.const(x.type, 2.0), 1.0)
 
 
-def tanh(k: Kernel, x: Value) -> Value:
+def tanh(k: Emitter, x: Value) -> Value:
     """The hyperbolic tangent, of large numbers too, with the sign of a zero."""
     e = expm1(k, k.generic("fabs", x) * -2.0)
     ints = like(x.type, I32)
@@ -496,7 +496,7 @@ _LOG = (
 """The logarithm's polynomial from Cephes (logf), highest power first."""
 
 
-def log(k: Kernel, x: Value) -> Value:
+def log(k: Emitter, x: Value) -> Value:
     """The natural logarithm; NaN below 0."""
     ints = like(x.type, I32)
     small = x < 1.17549435e-38
@@ -561,7 +561,7 @@ def _arctan_of_inverse(n: int, fraction: int) -> int:
     return total_
 
 
-def _by_quadrant(k: Kernel, x: Value) -> tuple[Value, Value]:
+def _by_quadrant(k: Emitter, x: Value) -> tuple[Value, Value]:
     """`q` and `r` with `x = q pi / 2 + r` but for whole turns, for any `x`; NaN where it is not finite."""
     n = lanes_of(x.type)
     magnitude = x.bits(vec(I32, n)) & 0x7FFFFFFF
@@ -595,7 +595,7 @@ def _by_quadrant(k: Kernel, x: Value) -> tuple[Value, Value]:
     return quadrant.now, r.now
 
 
-def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
+def sin_cos(k: Emitter, x: Value) -> tuple[Value, Value]:
     """Sine and cosine of each lane, to about 1e-7 of their values, of large angles too."""
     quadrant, r = _by_quadrant(k, x)
     square = r * r
@@ -609,7 +609,7 @@ def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
     return s, c
 
 
-def over_one_plus_exp(k: Kernel, x: Value, z: Value) -> Value:
+def over_one_plus_exp(k: Emitter, x: Value, z: Value) -> Value:
     """`x / (1 + exp(-z))`, for `x` that is NaN where `z` is."""
     if _is_avx512(k, x):
         most, absolute_least, zero = k.const(vec(F32, 16), 104.0), k.const(I32, 2), k.const(vec(F32, 16), 0.0)
@@ -620,6 +620,6 @@ def over_one_plus_exp(k: Kernel, x: Value, z: Value) -> Value:
     return x / (_exp(k, -z) + 1.0)
 
 
-def sigmoid(k: Kernel, x: Value) -> Value:
+def sigmoid(k: Emitter, x: Value) -> Value:
     """`1 / (1 + exp(-x))`."""
     return 1.0 / (exp(k, -x) + 1.0)

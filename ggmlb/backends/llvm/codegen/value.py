@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Union
 from llvmlite import ir
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
@@ -48,7 +48,7 @@ class Value:
 
     __slots__ = ("kernel", "raw")
 
-    def __init__(self, kernel: Kernel, raw: Any) -> None:
+    def __init__(self, kernel: Emitter, raw: Any) -> None:
         self.kernel = kernel
         self.raw = raw
 

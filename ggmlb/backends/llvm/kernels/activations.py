@@ -21,8 +21,8 @@ from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, folds, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, lanes_of, like, vec
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
-    from ggmlb.backends.llvm.codegen.simd import Group
+    from ggmlb.backends.llvm.codegen.emit import Emitter
+    from ggmlb.backends.llvm.codegen.simd import DotSum
 
 HIGH = 128
 """Factor of high parts of codes. With low parts up to 64, a sum of two byte products fits in 16 bits."""
@@ -37,7 +37,7 @@ FLAGS = 32
 """Flags that are read at a time."""
 
 
-class Layout(NamedTuple):
+class ActivationLayout(NamedTuple):
     """What a quantised row has, and in which order.
 
     Attributes:
@@ -60,7 +60,7 @@ class Layout(NamedTuple):
         return codes + more + (k // 8 + codes + _flags_nbytes(k) if self.wide else k // 4)
 
 
-class Parts(NamedTuple):
+class QuantRow(NamedTuple):
     """Addresses of the parts of a quantised row.
 
     Attributes:
@@ -86,19 +86,19 @@ def _flags_nbytes(k: Any) -> Any:
     return (k // 32 + (FLAGS - 1)) // FLAGS * FLAGS
 
 
-def parts(address: Value, k: Value, layout: Layout) -> Parts:
+def parts(address: Value, k: Value, layout: ActivationLayout) -> QuantRow:
     """Return the addresses of the parts of a row of `k` elements."""
     codes = layout.codes_nbytes(k)
     scales = address + codes
     sums = scales + (k >> 3)
     counts = sums + k // layout.sums * 4
     if not layout.wide:
-        return Parts(address, scales, sums, counts)
+        return QuantRow(address, scales, sums, counts)
     high = counts + (k >> 3)
-    return Parts(address, scales, sums, counts, high, high + codes)
+    return QuantRow(address, scales, sums, counts, high, high + codes)
 
 
-def quantize(k: Kernel, dtype: str, layout: Layout) -> None:
+def quantize(k: Emitter, dtype: str, layout: ActivationLayout) -> None:
     """Quantise rows: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
     x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
     blocks = n >> 5
@@ -117,7 +117,9 @@ def quantize(k: Kernel, dtype: str, layout: Layout) -> None:
             _quantize(k, dtype, source, block, 1, to, layout)
 
 
-def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Parts, layout: Layout) -> None:
+def _quantize(
+    k: Emitter, dtype: str, source: Value, block: Value, n: int, to: QuantRow, layout: ActivationLayout
+) -> None:
     """Quantise `n` blocks of a row, beginning at `block`."""
     start = source + block * (32 * SIZES[dtype])
     values = [load_floats(k, dtype, start + i * (32 * SIZES[dtype]), 32) for i in range(n)]
@@ -160,7 +162,7 @@ def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Pa
         k.store(stands_out.zext(I8), to.flags + block)
 
 
-def _store_codes(k: Kernel, codes: Value, to: Value, block: Value, layout: Layout) -> None:
+def _store_codes(k: Emitter, codes: Value, to: Value, block: Value, layout: ActivationLayout) -> None:
     """Write the codes of a block, by its number."""
     if not layout.in_turns:
         k.store(codes.trunc(I8), to + block * 32)
@@ -176,15 +178,15 @@ def both_parts(counts: Value) -> Value:
     return parts_.shuffle(range(0, n, 2)).sext(I32) + parts_.shuffle(range(1, n, 2)).sext(I32)
 
 
-def counts(k: Kernel, n: int, size: int, group: Value, x: Parts) -> list[Value]:
+def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Value]:
     """The sums of codes of a group of `size` elements, by its number, in two parts in each of `n` lanes."""
     at = [x.counts + (group * (size // 16) + i) * 4 for i in range(size // 16)]
     return [k.load(I32, a).splat(n).bits(vec(I16, 2 * n)) for a in at]
 
 
 def begin(
-    dot: Dot, size: int, offset: int | None, most: int, group: Value, x: Parts, scale: Value | None = None
-) -> Group:
+    dot: Dot, size: int, offset: int | None, most: int, group: Value, x: QuantRow, scale: Value | None = None
+) -> DotSum:
     """An empty sum of the products of lanes of codes with a group of `size` elements; see `Dot.group`."""
     k = dot.k
     if x.high is None:

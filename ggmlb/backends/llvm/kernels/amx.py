@@ -16,7 +16,7 @@ from llvmlite import ir
 from ggmlb.backends.llvm.codegen.value import I8, Value, vec
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 ROWS = 16
 """Rows of a register, and of a weight that meet."""
@@ -28,7 +28,7 @@ _SUMS, _CODES, _WEIGHTS = range(3)
 
 
 @contextmanager
-def tiles(k: Kernel, n_rows: int, depth: int) -> Iterator[None]:
+def tiles(k: Emitter, n_rows: int, depth: int) -> Iterator[None]:
     """Give the registers their shapes, for `n_rows` rows of `depth` bytes and the weight's, in the block."""
     shapes = {_SUMS: (n_rows, ROW_NBYTES), _CODES: (n_rows, depth), _WEIGHTS: (depth // 4, ROW_NBYTES)}
     config = [0] * 64
@@ -43,7 +43,7 @@ def tiles(k: Kernel, n_rows: int, depth: int) -> Iterator[None]:
     _call(k, "tilerelease")
 
 
-def product(k: Kernel, rows: Value, step: Value, weights: Value, unsigned: bool, to: Value) -> None:
+def product(k: Emitter, rows: Value, step: Value, weights: Value, unsigned: bool, to: Value) -> None:
     """Write products of rows of signed bytes, `step` bytes apart, with a tile of a weight, signed or not.
 
     The result has `ROW_NBYTES` for each row of activations: 32 bits for each row of the weight.
@@ -56,13 +56,13 @@ def product(k: Kernel, rows: Value, step: Value, weights: Value, unsigned: bool,
     _call(k, "tilestored64", _number(k, _SUMS), _pointer(k, to), k.i64(ROW_NBYTES))
 
 
-def _call(k: Kernel, name: str, *args: Value) -> None:
+def _call(k: Emitter, name: str, *args: Value) -> None:
     k.call(f"llvm.x86.{name}", ir.VoidType(), *args)
 
 
-def _number(k: Kernel, register: int) -> Value:
+def _number(k: Emitter, register: int) -> Value:
     return k.const(I8, register)
 
 
-def _pointer(k: Kernel, address: Value) -> Value:
+def _pointer(k: Emitter, address: Value) -> Value:
     return Value(k, k.build.inttoptr(address.raw, I8.as_pointer()))

@@ -17,7 +17,7 @@ from ggmlb.backends.llvm.kernels.attention_units import (
     BLOCK_ROWS,
     MANY_ROWS,
     TILE,
-    Shape,
+    HeadParams,
     Softmax,
     Unit,
     arguments,
@@ -33,7 +33,7 @@ from ggmlb.backends.llvm.kernels.tiles import transposed
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 
 KEYS_AT_ONCE = 4
@@ -51,9 +51,9 @@ FLOAT_TILE, CODE_TILE = 256, 128
 """Keys of a tile with few queries: of floats; of codes, of which a whole tile is prefetched."""
 
 
-def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
-    """Attention of up to `n_rows` queries per unit; `scale, softcap`, `ARGS`, then those of `Part`."""
-    shape = Shape(*shape)
+def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
+    """Attention of up to `n_rows` queries per unit; `scale, softcap`, `ARGS`, then those of `KeyRange`."""
+    shape = HeadParams(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
     width, tile = width_for(k, d_k, d_v), _few_tile(shape)
@@ -89,9 +89,9 @@ def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
                 row.end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
 
 
-def merge(k: Kernel, shape: Shape, n_rows: int) -> None:
+def merge(k: Emitter, shape: HeadParams, n_rows: int) -> None:
     """Put together what was found of each query in the parts of the keys; takes the same arguments."""
-    shape = Shape(*shape)
+    shape = HeadParams(*shape)
     p, _, _ = arguments(k)
     (n_parts, parts), d_v = k.ints(2), shape.d_v
     width, record = width_for(k, d_v), record_nbytes(d_v)
@@ -106,24 +106,24 @@ def merge(k: Kernel, shape: Shape, n_rows: int) -> None:
             row.end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
 
 
-def _sums_at_once(k: Kernel) -> int:
+def _sums_at_once(k: Emitter) -> int:
     """Sums that are kept in registers, among what is added to them."""
     return 16 if k.level.lanes == 16 else 8
 
 
-def _scaled_query(k: Kernel, shape: Shape, query: Value, to: Value, scale: Value, width: int) -> None:
+def _scaled_query(k: Emitter, shape: HeadParams, query: Value, to: Value, scale: Value, width: int) -> None:
     with k.loop(0, shape.d_k, width) as i:
         q = load_floats(k, shape.q, query + i * SIZES[shape.q], width)
         k.store(q * scale.splat(width), to + i * 4)
 
 
-def _few_tile(shape: Shape) -> int:
+def _few_tile(shape: HeadParams) -> int:
     """Keys of a tile with few queries."""
     return FLOAT_TILE if shape.k in SIZES else CODE_TILE
 
 
 def _few_products(
-    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, queries: Value, logits: Value,
+    k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, queries: Value, logits: Value,
     n_rows: int, width: int,
 ) -> None:  # fmt: skip
     """Write the products of all queries with the tile's keys."""
@@ -151,7 +151,7 @@ def _few_products(
 
 
 def _few_codes(
-    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, codes: Queries, logits: Value
+    k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, codes: Queries, logits: Value
 ) -> None:
     """Write the products of all queries with the tile's keys, which are quantised."""
     lanes = k.level.lanes
@@ -165,15 +165,15 @@ def _few_codes(
             k.store(product, logits + (j + r * _few_tile(shape)) * 4)
 
 
-def _prefetch(k: Kernel, row: Value, dtype: str, n: int) -> None:
+def _prefetch(k: Emitter, row: Value, dtype: str, n: int) -> None:
     """Ask for a row: the cache lies where no stride of the processor's own prefetching finds it in time."""
     for at in range(0, DType.parse(dtype).row_size(n), 64):
         k.prefetch(row + at)
 
 
 def _finish_logits(
-    k: Kernel,
-    shape: Shape,
+    k: Emitter,
+    shape: HeadParams,
     unit: Unit,
     r: int | Value,
     begin: Value,
@@ -198,8 +198,8 @@ def _finish_logits(
 
 
 def _few_values(
-    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, weights: Value, rows: Sequence[Softmax],
-    width: int,
+    k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, weights: Value,
+    rows: Sequence[Softmax], width: int,
 ) -> None:  # fmt: skip
     """Add the tile's values, as weighed, to those of each query."""
     tile = _few_tile(shape)
@@ -242,9 +242,9 @@ def _few_values(
 # -- many queries ----------------------------------------------------------------------------------
 
 
-def many(k: Kernel, shape: Shape, split: bool) -> None:
-    """Attention of `MANY_ROWS` queries per unit; `scale, softcap`, `ARGS`, then those of `Part`."""
-    shape = Shape(*shape)
+def many(k: Emitter, shape: HeadParams, split: bool) -> None:
+    """Attention of `MANY_ROWS` queries per unit; `scale, softcap`, `ARGS`, then those of `KeyRange`."""
+    shape = HeadParams(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
     width = width_for(k, d_k, d_v)
@@ -281,7 +281,7 @@ def many(k: Kernel, shape: Shape, split: bool) -> None:
                 softmax(r).end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
 
 
-def _n_seen(k: Kernel, unit: Unit, begin: Value, count: Value, n_rows: Value) -> Value:
+def _n_seen(k: Emitter, unit: Unit, begin: Value, count: Value, n_rows: Value) -> Value:
     """The keys of the tile up to the last that the mask lets any of the queries see; 0 if there is none."""
     lanes = k.level.lanes
     ends = k.table(vec(F32, lanes), range(1, lanes + 1))
@@ -298,7 +298,7 @@ def _n_seen(k: Kernel, unit: Unit, begin: Value, count: Value, n_rows: Value) ->
 
 
 def _load_tile(
-    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, keys: Value, cached: Value
+    k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, keys: Value, cached: Value
 ) -> None:
     """Make float32 of the tile's keys, transposed, and of its values."""
     last, p = begin + count - 1, unit.p
@@ -317,7 +317,7 @@ def _load_tile(
 
 
 def _blocks(
-    k: Kernel, a: Value, a_row: int, b: Value, b_row: int, y: Value, y_row: int, n_rows: Value, depth: Value,
+    k: Emitter, a: Value, a_row: int, b: Value, b_row: int, y: Value, y_row: int, n_rows: Value, depth: Value,
     n_columns: int, add: bool,
 ) -> None:  # fmt: skip
     """`y = a b`, or add that: float32 matrices, rows of so many elements; six rows at once."""

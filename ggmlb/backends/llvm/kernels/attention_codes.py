@@ -16,7 +16,7 @@ from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
     from ggmlb.backends.llvm.kernels.blocks import Form
 
 _MOST, _LEAST = 32767.0, 1e-33
@@ -29,7 +29,7 @@ def greatest_divisor(n: int, most: int) -> int:
     return max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, most))
 
 
-def codes_of(k: Kernel, dtype: str, block: Value, first: int, n: int) -> Value:
+def codes_of(k: Emitter, dtype: str, block: Value, first: int, n: int) -> Value:
     """`n` of a block's 32 codes, signed."""
     form = FORMS[dtype]
     if dtype == "q8_0":
@@ -45,7 +45,7 @@ class Rounding:
         k: The emitted kernel.
     """
 
-    def __init__(self, k: Kernel) -> None:
+    def __init__(self, k: Emitter) -> None:
         self._k = k
         self._type = vec(F32, k.level.lanes)
         self._most, self._odd = (k.variable(k.const(self._type, 0)) for _ in range(2))
@@ -82,7 +82,7 @@ class Queries:
         has_min: Whether keys have minimums.
     """
 
-    def __init__(self, k: Kernel, d_k: int, n_rows: int, has_min: bool) -> None:
+    def __init__(self, k: Emitter, d_k: int, n_rows: int, has_min: bool) -> None:
         self.k, self.d_k = k, d_k
         self._words = k.local(2 * d_k)
         self._pairs = [k.local(8 * d_k) for _ in range(n_rows)]
@@ -156,7 +156,7 @@ def _columns(rows: Sequence[Value]) -> list[Value]:
 
 
 def add_values(
-    k: Kernel, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
+    k: Emitter, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
     to: Sequence[Value], n_sums: int, prefetch: Callable[[Value, Value], None],
 ) -> None:  # fmt: skip
     """Add rows of values, as weighed, to the sums of each query.
@@ -212,7 +212,7 @@ def add_values(
 
 
 def _scaled(
-    k: Kernel, form: Form, row: Callable[[Value], Value], first: Value, count: Value, most: int,
+    k: Emitter, form: Form, row: Callable[[Value], Value], first: Value, count: Value, most: int,
     weights: Value, words: Sequence[Sequence[Value]],
 ) -> list[list[tuple[Value, Value | None]]]:  # fmt: skip
     """Round weights times the scales of some blocks; return factors and minimums by block and query."""

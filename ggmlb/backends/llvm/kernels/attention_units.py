@@ -16,7 +16,7 @@ from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 TILE = 64
 """Keys and values of a tile."""
@@ -31,7 +31,7 @@ LOWEST = -1e30
 """Finite substitute of minus infinity, whose differences are not NaN."""
 
 
-class Shape(NamedTuple):
+class HeadParams(NamedTuple):
     """Parameters of a specialised kernel: head sizes, types, options."""
 
     d_k: int
@@ -51,7 +51,7 @@ ARGS = (
 )  # fmt: skip
 
 
-def scratch_nbytes(shape: Shape) -> int:
+def scratch_nbytes(shape: HeadParams) -> int:
     """Return the scratch size of a thread with many queries [bytes]."""
     tiles = TILE * (shape.d_k + shape.d_v + MANY_ROWS)
     return 4 * (tiles + MANY_ROWS * shape.d_k) + MANY_ROWS * record_nbytes(shape.d_v)
@@ -62,19 +62,19 @@ def record_nbytes(d_v: int) -> int:
     return -(-4 * (d_v + 2) // 64) * 64
 
 
-def width_for(k: Kernel, *sizes: int) -> int:
+def width_for(k: Emitter, *sizes: int) -> int:
     """Lanes of vectors that divide the head sizes."""
     return next(w for w in (16, 8, 4, 2, 1) if w <= k.level.lanes and not any(s % w for s in sizes))
 
 
-def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
+def load_cached(k: Emitter, dtype: str, row: Value, i: Value, n: int) -> Value:
     """`n` elements of a row of keys or values, from element `i` on, which `n` divides."""
     if dtype in SIZES:
         return load_floats(k, dtype, row + i * SIZES[dtype], n)
     return block_reader(k, dtype, row, i >> 5, n)(i & 31)
 
 
-def block_reader(k: Kernel, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
+def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
     """Return what reads `n` elements of a block from a multiple of `n` on; its scale is read once."""
     scales, minimums = FORMS[dtype].scales(k, [row + number * FORMS[dtype].nbytes])
     codes = codes_reader(k, dtype, row, number, n)
@@ -86,7 +86,7 @@ def block_reader(k: Kernel, dtype: str, row: Value, number: Value, n: int) -> Ca
     return read
 
 
-def codes_reader(k: Kernel, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
+def codes_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
     """Return the same for what the codes of a block stand for, without scale and minimum."""
     form = FORMS[dtype]
     block = row + number * form.nbytes
@@ -101,7 +101,7 @@ def codes_reader(k: Kernel, dtype: str, row: Value, number: Value, n: int) -> Ca
 class Unit:
     """A unit of work, with the addresses of its operands."""
 
-    def __init__(self, k: Kernel, p: dict[str, Value], unit: Value, n_rows: int) -> None:
+    def __init__(self, k: Emitter, p: dict[str, Value], unit: Value, n_rows: int) -> None:
         self.k, self.p, self.n_rows = k, p, n_rows
         self.rows = p["n_q"] * p["group"]
         blocks = (self.rows + (n_rows - 1)) // n_rows
@@ -142,7 +142,7 @@ class Unit:
         return row, self.k.load(F32, p["slopes"] + head * 4)
 
 
-def arguments(k: Kernel) -> tuple[dict[str, Value], Value, Value]:
+def arguments(k: Emitter) -> tuple[dict[str, Value], Value, Value]:
     """Read `ARGS` by name, after the scale and the cap."""
     scale, softcap = k.float_arg(), k.float_arg()
     return dict(zip(ARGS, k.ints(len(ARGS)), strict=True)), scale, softcap
@@ -153,7 +153,7 @@ def n_units_of(p: dict[str, Value], n_rows: int) -> Value:
     return (p["n_q"] * p["group"] + (n_rows - 1)) // n_rows * p["n_heads_kv"] * p["batches"]
 
 
-class Part:
+class KeyRange:
     """The keys of a unit: all, or a part if there are fewer units than threads.
 
     Parts take two arguments: their number, and memory for their partial results, which `merge` combines.
@@ -163,7 +163,7 @@ class Part:
         stop: The one after the last.
     """
 
-    def __init__(self, k: Kernel, n_kv: Value, index: Value, n_parts: Value, parts: Value | None) -> None:
+    def __init__(self, k: Emitter, n_kv: Value, index: Value, n_parts: Value, parts: Value | None) -> None:
         part, n_tiles = index % n_parts, (n_kv + (TILE - 1)) // TILE
         self.first = n_tiles * part // n_parts * TILE
         self.stop = k.least(n_kv, n_tiles * (part + 1) // n_parts * TILE)
@@ -175,15 +175,17 @@ class Part:
 
 
 @contextmanager
-def units(k: Kernel, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, Part]]:
+def units(k: Emitter, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, KeyRange]]:
     """Run the block for each unit of the chunk, or part of one."""
     n_parts, parts = k.ints(2) if split else (k.i64(1), None)
     n = n_units_of(p, n_rows) * n_parts
     with k.loop(n * k.chunk // k.n_chunks, n * (k.chunk + 1) // k.n_chunks) as index:
-        yield Unit(k, p, index // n_parts, n_rows), Part(k, p["n_kv"], index, n_parts, parts)
+        yield Unit(k, p, index // n_parts, n_rows), KeyRange(k, p["n_kv"], index, n_parts, parts)
 
 
-def finished(k: Kernel, shape: Shape, x: Value, softcap: Value, bias: Value | None, slope: Value) -> Value:
+def finished(
+    k: Emitter, shape: HeadParams, x: Value, softcap: Value, bias: Value | None, slope: Value
+) -> Value:
     """Return logits from scaled products, with softcap, bias and slope."""
     n = x.type.count
     if shape.softcap:
@@ -194,11 +196,11 @@ def finished(k: Kernel, shape: Shape, x: Value, softcap: Value, bias: Value | No
 class Softmax:
     """The running maximum, sum and weighted values of one query, in memory."""
 
-    def __init__(self, k: Kernel, maximum: Value, total: Value, values: Value) -> None:
+    def __init__(self, k: Emitter, maximum: Value, total: Value, values: Value) -> None:
         self.k, self.maximum, self.total, self.values = k, maximum, total, values
 
     @classmethod
-    def at(cls, k: Kernel, record: Value, d_v: int) -> Softmax:
+    def at(cls, k: Emitter, record: Value, d_v: int) -> Softmax:
         """Return the state in a record of `record_nbytes`."""
         return cls(k, record + d_v * 4, record + (d_v + 1) * 4, record)
 

@@ -17,11 +17,11 @@ from ggmlb.backends.llvm.kernels.interleaved import Interleaved, Words
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 _B32 = vec(I8, 32)
 
-Pair = Callable[["Kernel", Sequence[Value], int, int], list[Value]]
+Pair = Callable[["Emitter", Sequence[Value], int, int], list[Value]]
 
 Fields = dict[str, int]
 """Where in a block each field begins [bytes]."""
@@ -71,19 +71,19 @@ class Form:
     offset: int | None
     most: int
     has_min: bool
-    codes: Callable[[Kernel, Any], list[Any]]
-    scales: Callable[[Kernel, Sequence[Value]], tuple[Value, Value | None]]
+    codes: Callable[[Emitter, Any], list[Any]]
+    scales: Callable[[Emitter, Sequence[Value]], tuple[Value, Value | None]]
     pair: Pair
-    whole: Callable[[Kernel, Value], Whole] | None = None
+    whole: Callable[[Emitter, Value], Whole] | None = None
     wide: bool = False
     together: int = 1
 
 
-def _half(k: Kernel, address: Value) -> Value:
+def _half(k: Emitter, address: Value) -> Value:
     return from_half(k, k.load(I16, address))
 
 
-def _each(k: Kernel, element: Any, blocks: Sequence[Value], at: int) -> Value:
+def _each(k: Emitter, element: Any, blocks: Sequence[Value], at: int) -> Value:
     """A number of each block, as a vector."""
     found = k.const(vec(element, len(blocks)), 0)
     for i, p in enumerate(blocks):
@@ -91,23 +91,23 @@ def _each(k: Kernel, element: Any, blocks: Sequence[Value], at: int) -> Value:
     return found
 
 
-def _bytes(k: Kernel, address: Any, n: int = 32) -> Any:
+def _bytes(k: Emitter, address: Any, n: int = 32) -> Any:
     """Bytes of a block; where strips are read, of each row of one."""
     return address.bytes(n) if isinstance(address, Interleaved) else k.load(vec(I8, n), address)
 
 
-def _levels(k: Kernel, table: Sequence[int], q: Any) -> Any:
+def _levels(k: Emitter, table: Sequence[int], q: Any) -> Any:
     """What codes stand for."""
     return q.map(partial(look_up, k, table)) if isinstance(q, Words) else look_up(k, table, q)
 
 
-def _nibbles(k: Kernel, address: Any) -> Any:
+def _nibbles(k: Emitter, address: Any) -> Any:
     """16 bytes: the low halves are the first 16 codes, the high ones the others."""
     q = _bytes(k, address, 16)
     return (q & 15).join(q >> 4)
 
 
-def _fifth(k: Kernel, address: Any) -> Any:
+def _fifth(k: Emitter, address: Any) -> Any:
     """32 bits as what they add to codes."""
     if isinstance(address, Interleaved):
         return address.bits(16)
@@ -115,21 +115,21 @@ def _fifth(k: Kernel, address: Any) -> Any:
     return k.select(bits, k.const(_B32, 16), 0)
 
 
-def _few_bits(at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _few_bits(at: Fields, k: Emitter, p: Any) -> list[Any]:
     """Codes of four bits, or of five."""
     q = _nibbles(k, p + at["qs"])
     return [q | _fifth(k, p + at["qh"]) if "qh" in at else q]
 
 
-def _eight_bits(at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _eight_bits(at: Fields, k: Emitter, p: Any) -> list[Any]:
     return [_bytes(k, p + at["qs"])]
 
 
-def _d(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
+def _d(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, None]:
     return from_half(k, _each(k, I16, blocks, at["d"])), None
 
 
-def _dm(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value]:
+def _dm(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, Value]:
     d, m = (from_half(k, _each(k, I16, blocks, at[name])) for name in "dm")
     return d, m
 
@@ -137,7 +137,7 @@ def _dm(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value]:
 # -- pairs of runs ----------------------------------------------------------------------------------
 
 
-def _shifted(k: Kernel, both: Value, shifts: tuple[int, int], mask: int) -> Value:
+def _shifted(k: Emitter, both: Value, shifts: tuple[int, int], mask: int) -> Value:
     """Bits of the halves of a vector, each moved down (negative: up) by its own number, as codes."""
     n = both.type.count
     if any(shifts):
@@ -147,13 +147,13 @@ def _shifted(k: Kernel, both: Value, shifts: tuple[int, int], mask: int) -> Valu
     return both & mask
 
 
-def _twice(k: Kernel, address: Value, n: int) -> Value:
+def _twice(k: Emitter, address: Value, n: int) -> Value:
     """`n / 2` bytes, and the same again."""
     x = k.load(vec(I8, n // 2), address)
     return x.join(x)
 
 
-def _both(k: Kernel, a: Value, b: Value, n: int) -> Value:
+def _both(k: Emitter, a: Value, b: Value, n: int) -> Value:
     """`n / 2` bytes from one address on, and from another."""
     return k.load(vec(I8, n // 2), a).join(k.load(vec(I8, n // 2), b))
 
@@ -163,7 +163,7 @@ def _in_turns(n: int) -> range:
     return range(0, 32, n // 2)
 
 
-def _nibble_pair(k: Kernel, a: Value, b: Value, n: int) -> list[Value]:
+def _nibble_pair(k: Emitter, a: Value, b: Value, n: int) -> list[Value]:
     """The codes of two runs whose first halves are the low four bits of 16 bytes, and the others the high."""
     q = _both(k, a, b, 32)
     if n == 32:
@@ -172,7 +172,7 @@ def _nibble_pair(k: Kernel, a: Value, b: Value, n: int) -> list[Value]:
     return [(words >> k.table(words.type, ([0] * 4 + [4] * 4) * 2)).bits(vec(I8, 64)) & 15]
 
 
-def _few_bits_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+def _few_bits_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     a, b = (p + at["qs"] for p in blocks[2 * i : 2 * i + 2])
     found = _nibble_pair(k, a, b, n)
     if "qh" not in at:
@@ -186,13 +186,13 @@ def _few_bits_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: in
     return [q | bit for q, bit in zip(found, fifth, strict=True)]
 
 
-def _eight_bits_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+def _eight_bits_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     a, b = (p + at["qs"] for p in blocks[2 * i : 2 * i + 2])
     return [_both(k, a + h, b + h, n) for h in _in_turns(n)]
 
 
 def _uneven_pair(
-    table: Sequence[int], at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int
+    table: Sequence[int], at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int
 ) -> list[Value]:
     a, b = (p + at["qs"] for p in blocks[2 * i : 2 * i + 2])
     return [look_up(k, table, q) for q in _nibble_pair(k, a, b, n)]
@@ -201,7 +201,7 @@ def _uneven_pair(
 # -- two halves of 16-bit factors and 6-bit scales: q4_K and q5_K -----------------------------------
 
 
-def _floats(k: Kernel, bytes_: Value, factor: Value) -> Value:
+def _floats(k: Emitter, bytes_: Value, factor: Value) -> Value:
     """Bytes, not negative, times a number."""
     return bytes_.zext(I32).to_float() * factor.splat(bytes_.type.count)
 
@@ -213,7 +213,7 @@ def six_bit_words(w: list[Value]) -> tuple[list[Value], list[Value]]:
     return [low[0], high[0]], [low[1], high[1]]
 
 
-def _six_bit_pairs(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value]:
+def _six_bit_pairs(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, Value]:
     """As `six_bit_words`, of the words in one vector: scales, then minimums."""
     (p,), four = blocks, vec(I32, 4)
     words, masks = k.load(four, p + (at["scales"] - 4)), k.table(four, [0x3F3F3F3F, 0x30303030] * 2)
@@ -223,7 +223,7 @@ def _six_bit_pairs(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Valu
     return _floats(k, scales, _half(k, p + at["d"])), _floats(k, minimums, -_half(k, p + at["dmin"]))
 
 
-def _q4_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _q4_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
     runs = []
     for i in range(4):
         q = _bytes(k, p + at["qs"] + 32 * i)
@@ -231,18 +231,18 @@ def _q4_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     return runs
 
 
-def _q4_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+def _q4_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     p = blocks[0] + (at["qs"] + 32 * i)
     return [_shifted(k, _twice(k, p + h, n), (0, 4), 15) for h in _in_turns(n)]
 
 
-def _q5_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+def _q5_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     high = [_twice(k, blocks[0] + at["qh"] + h, n) for h in _in_turns(n)]
     low = _q4_k_pair(at, k, blocks, i, n)
     return [q | _shifted(k, bits, (2 * i - 4, 2 * i - 3), 16) for q, bits in zip(low, high, strict=True)]
 
 
-def _q5_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _q5_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
     runs, high = [], _bytes(k, p + at["qh"])
     for i in range(8):
         q = _bytes(k, p + at["qs"] + 32 * (i // 2))
@@ -255,30 +255,30 @@ def _q5_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
 # -- groups of 16: q2_K, q3_K, q6_K -----------------------------------------------------------------
 
 
-def _of_whole(whole: Any, at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value | None]:
+def _of_whole(whole: Any, at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, Value | None]:
     d, scales, m, minimums = whole(at, k, blocks[0])
     found = scales.to_float() * d.splat(16)
     return found, None if m is None else minimums.to_float() * m.splat(16)
 
 
-def _q2_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _q2_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
     halves = [_bytes(k, p + at["qs"] + 32 * i) for i in range(2)]
     return [(q >> 2 * j) & 3 for q in halves for j in range(4)]
 
 
-def _q2_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+def _q2_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     p, first = blocks[0] + (at["qs"] + 32 * (i // 2)), 4 * (i % 2)
     return [_shifted(k, _twice(k, p + h, n), (first, first + 2), 3) for h in _in_turns(n)]
 
 
-def _q2_k_whole(at: Fields, k: Kernel, p: Value) -> Whole:
+def _q2_k_whole(at: Fields, k: Emitter, p: Value) -> Whole:
     both = _bytes(k, p + at["scales"], 16)
     return Whole(
         _half(k, p + at["d"]), (both & 15).zext(I16), -_half(k, p + at["dmin"]), (both >> 4).zext(I16)
     )
 
 
-def _q3_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _q3_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
     high, halves = _bytes(k, p + at["hmask"]), [_bytes(k, p + at["qs"] + 32 * i) for i in range(2)]
     runs = []
     for i in range(8):
@@ -287,7 +287,7 @@ def _q3_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     return runs
 
 
-def _q3_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+def _q3_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     high = [_twice(k, blocks[0] + at["hmask"] + h, n) for h in _in_turns(n)]
     low = _q2_k_pair(at, k, blocks, i, n)
     return [q | _shifted(k, bits, (2 * i - 2, 2 * i - 1), 4) for q, bits in zip(low, high, strict=True)]
@@ -300,7 +300,7 @@ def q3_k_words(w: list[Value]) -> list[Value]:
     ]
 
 
-def _q3_k_whole(at: Fields, k: Kernel, p: Value) -> Whole:
+def _q3_k_whole(at: Fields, k: Emitter, p: Value) -> Whole:
     """As `q3_k_words`, of the words in one vector."""
     words, four = k.load(vec(I32, 3), p + at["scales"]), vec(I32, 4)
     low = (words.shuffle([0, 1, 0, 1]) >> k.table(four, [0, 0, 4, 4])) & 0x0F0F0F0F
@@ -308,7 +308,7 @@ def _q3_k_whole(at: Fields, k: Kernel, p: Value) -> Whole:
     return Whole(_half(k, p + at["d"]), (low | (high << 4)).bits(vec(I8, 16)).zext(I16) - 32)
 
 
-def _q6_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _q6_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
     runs = []
     for half in range(2):
         low = [_bytes(k, p + at["ql"] + 64 * half + 32 * i) for i in range(2)]
@@ -320,7 +320,7 @@ def _q6_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     return runs
 
 
-def _q6_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+def _q6_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     low, high, second = blocks[0] + (at["ql"] + 64 * (i // 2)), blocks[0] + (at["qh"] + 32 * (i // 2)), i % 2
     found = []
     for h in _in_turns(n):
@@ -330,7 +330,7 @@ def _q6_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -
     return found
 
 
-def _q6_k_whole(at: Fields, k: Kernel, p: Value) -> Whole:
+def _q6_k_whole(at: Fields, k: Emitter, p: Value) -> Whole:
     return Whole(_half(k, p + at["d"]), _bytes(k, p + at["scales"], 16).sext(I16))
 
 
@@ -343,20 +343,20 @@ MXFP4 = [level + 12 for level in DType.MXFP4.codec.levels]
 """Those of mxfp4, from 0 on."""
 
 
-def _uneven(table: Sequence[int], at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _uneven(table: Sequence[int], at: Fields, k: Emitter, p: Any) -> list[Any]:
     return [_levels(k, table, _nibbles(k, p + at["qs"]))]
 
 
-def _iq4_xs(at: Fields, k: Kernel, p: Any) -> list[Any]:
+def _iq4_xs(at: Fields, k: Emitter, p: Any) -> list[Any]:
     return [_levels(k, IQ4, _nibbles(k, p + at["qs"] + 16 * i)) for i in range(8)]
 
 
-def _iq4_xs_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+def _iq4_xs_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     a, b = (blocks[0] + (at["qs"] + 16 * run) for run in (2 * i, 2 * i + 1))
     return [look_up(k, IQ4, q) for q in _nibble_pair(k, a, b, n)]
 
 
-def _iq4_xs_scales(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
+def _iq4_xs_scales(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, None]:
     (p,) = blocks
     steps = k.table(vec(I32, 8), range(0, 32, 4))
     low = (k.load(I32, p + at["scales_l"]).splat(8) >> steps) & 15
@@ -364,14 +364,14 @@ def _iq4_xs_scales(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Valu
     return ((low | (high << 4)) - 32).to_float() * _half(k, p + at["d"]).splat(8), None
 
 
-def mxfp4_scale(k: Kernel, e: Value) -> Value:
+def mxfp4_scale(k: Emitter, e: Value) -> Value:
     """Half of 2 to the power of `e - 127`."""
     small = k.const(e.type, 0x00200000) << k.select(e < 2, e, 0)
     bits = k.select(e < 2, small, (e - 1) << 23)
     return bits.bits(like(e.type, F32))
 
 
-def _mxfp4_scale(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
+def _mxfp4_scale(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, None]:
     return mxfp4_scale(k, _each(k, I8, blocks, at["e"]).zext(I32)), None
 
 

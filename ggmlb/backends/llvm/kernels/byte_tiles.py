@@ -11,28 +11,28 @@ from llvmlite import ir
 from ggmlb.backends.llvm.codegen.simd import Dot, add_words
 from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I32, I64, Value, vec
 from ggmlb.backends.llvm.kernels import amx, tiles
-from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, Layout, begin, parts
+from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, ActivationLayout, begin, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of, lanes, prefetches, spread
 from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
-from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
+from ggmlb.backends.llvm.kernels.matvec import Chosen, MatChunk
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
+    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
     from ggmlb.backends.llvm.codegen.host import Level
-    from ggmlb.backends.llvm.codegen.simd import Group
-    from ggmlb.backends.llvm.kernels.activations import Parts
+    from ggmlb.backends.llvm.codegen.simd import DotSum
+    from ggmlb.backends.llvm.kernels.activations import QuantRow
     from ggmlb.backends.llvm.kernels.blocks import Form
 
 PASS = 0.35
 """What it costs to meet a tile once more, in rows of activations."""
 
 
-def layout(dtype: str) -> Layout:
+def layout(dtype: str) -> ActivationLayout:
     """How the activations lie."""
     form = FORMS[dtype]
-    return Layout(form.wide, form.group if form.has_min else 32)
+    return ActivationLayout(form.wide, form.group if form.has_min else 32)
 
 
 def columns(level: Level, dtype: str, n: int) -> int:
@@ -78,7 +78,7 @@ def scratch_nbytes(k: int, dtype: str, n_rows: int) -> int:
     return n_rows * (whole + 4 * floats) + flags
 
 
-def _transpose(k: Kernel, source: Value, stride: int, to: Value, n_rows: int, words: Value) -> None:
+def _transpose(k: Emitter, source: Value, stride: int, to: Value, n_rows: int, words: Value) -> None:
     """Turn rows of 32-bit words, `stride` bytes apart, into columns of `n_rows` words."""
     n = k.level.lanes
     for first in range(0, n_rows, n):
@@ -99,16 +99,16 @@ class _Strip:
         self.minimums = self.scales + floats
         self.end = self.minimums + floats if form.has_min else self.minimums
 
-    def word(self, k: Kernel, group: Value, size: int, word: Value, first: int) -> Value:
+    def word(self, k: Emitter, group: Value, size: int, word: Value, first: int) -> Value:
         """Four neighbouring codes of each row of a vector: a word of those of a group, of `size` elements."""
         at = (group * (size // 4) + word) * (4 * ROWS) + first * 4
         return k.load(vec(I8, 4 * k.level.lanes), self.codes + at, 4)
 
-    def scale(self, k: Kernel, group: Value, first: int) -> Value:
+    def scale(self, k: Emitter, group: Value, first: int) -> Value:
         """The scales of a group."""
         return k.load(vec(F32, k.level.lanes), self.scales + (group * ROWS + first) * 4)
 
-    def minimum(self, k: Kernel, group: Value, first: int) -> Value:
+    def minimum(self, k: Emitter, group: Value, first: int) -> Value:
         """The minimums of a group."""
         return k.load(vec(F32, k.level.lanes), self.minimums + (group * ROWS + first) * 4)
 
@@ -119,21 +119,21 @@ class _Lying(NamedTuple):
     dtype: str
     base: Value
 
-    def word(self, k: Kernel, group: Value, size: int, word: Value, first: int) -> Value:
+    def word(self, k: Emitter, group: Value, size: int, word: Value, first: int) -> Value:
         """See `_Strip`."""
         return self._block(k, group, first, word * (4 * ROWS))["qs"].bytes(4)[0]
 
-    def scale(self, k: Kernel, group: Value, first: int) -> Value:
+    def scale(self, k: Emitter, group: Value, first: int) -> Value:
         """See `_Strip`."""
         return SCALES[self.dtype](self._block(k, group, first)).scale(0)
 
-    def prefetch(self, k: Kernel, block: Value) -> None:
+    def prefetch(self, k: Emitter, block: Value) -> None:
         """Prefetch what lies some way behind a block."""
         for first in range(0, ROWS, lanes(k.level)):
             for call in prefetches(k, self.dtype, self.base, block, k.i64(first)):
                 call()
 
-    def _block(self, k: Kernel, block: Value, first: int, ahead: Value | int = 0) -> Interleaved:
+    def _block(self, k: Emitter, block: Value, first: int, ahead: Value | int = 0) -> Interleaved:
         return Interleaved(k, fields_of(self.dtype), self.base + ahead, block, k.i64(first))
 
 
@@ -157,7 +157,7 @@ def _packed(form: Form, codes: Value, offset: int | None) -> Value:
 
 
 def _pack_bytes(
-    k: Kernel, form: Form, packed: _Strip, rows: list[Value], place: Place, offset: int | None
+    k: Emitter, form: Form, packed: _Strip, rows: list[Value], place: MatChunk, offset: int | None
 ) -> None:
     (tile, first, last), size, nb1 = rows, place.k, place.a_nb1
     local = k.local(ROWS * DEPTH)
@@ -183,7 +183,7 @@ def _pack_bytes(
 
 
 def _unpack_strip(
-    k: Kernel, dtype: str, packed: _Strip, place: Place, strip: Value, offset: int | None
+    k: Emitter, dtype: str, packed: _Strip, place: MatChunk, strip: Value, offset: int | None
 ) -> None:
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
@@ -206,19 +206,19 @@ def _unpack_strip(
                 k.store(minimum, packed.minimums + to + row * g)
 
 
-def quantized(k: Kernel, dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue) -> None:
+def quantized(k: Emitter, dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue) -> None:
     """Multiply blocks with bytes: arguments of a product, scratch and its size per thread, the epilogue's."""
-    _quantized(k, dtype, is_interleaved, n_columns, Place(k, tile_rows(k.level, dtype)), epilogue)
+    _quantized(k, dtype, is_interleaved, n_columns, MatChunk(k, tile_rows(k.level, dtype)), epilogue)
 
 
-def chosen_quantized(k: Kernel, dtype: str, is_interleaved: bool) -> None:
+def chosen_quantized(k: Emitter, dtype: str, is_interleaved: bool) -> None:
     """Multiply chosen matrices of blocks; see `matvec.Chosen`."""
     place = Chosen(k, tile_rows(k.level, dtype, is_chosen=True))
     _quantized(k, dtype, is_interleaved, _chosen_columns(k.level), place, Epilogue())
 
 
 def _quantized(
-    k: Kernel, dtype: str, is_interleaved: bool, n_columns: int, place: Place, epilogue: Epilogue
+    k: Emitter, dtype: str, is_interleaved: bool, n_columns: int, place: MatChunk, epilogue: Epilogue
 ) -> None:
     form = FORMS[dtype]
     scratch, stride = k.ints(2)
@@ -257,7 +257,7 @@ def _quantized(
 
 
 def _multiply_tiles(
-    k: Kernel, dtype: str, packed: _Strip, place: Place, column: Value, n_columns: int
+    k: Emitter, dtype: str, packed: _Strip, place: MatChunk, column: Value, n_columns: int
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each row of activations, from `column` on."""
     form, step, n = FORMS[dtype], place.step, k.level.lanes
@@ -301,7 +301,7 @@ def _multiply_tiles(
 
 
 def _multiply_bytes(
-    k: Kernel,
+    k: Emitter,
     dtype: str,
     strips: Sequence[_Strip | _Lying],
     rows: list[Value],
@@ -330,7 +330,7 @@ def _multiply_bytes(
     def add(
         number: Value,
         codes: list[Value],
-        groups: list[list[Group]],
+        groups: list[list[DotSum]],
         factors: list[Value],
         slots: list[list[Variable]],
     ) -> None:
@@ -374,7 +374,7 @@ def _multiply_bytes(
 
 
 @contextmanager
-def _blocks_with_high_parts(k: Kernel, x: Parts, size: Value) -> Iterator[Value]:
+def _blocks_with_high_parts(k: Emitter, x: QuantRow, size: Value) -> Iterator[Value]:
     """Run the block for the number of each block of a row that has them."""
     assert x.flags is not None
     n_blocks = size >> 5
@@ -390,7 +390,7 @@ def _blocks_with_high_parts(k: Kernel, x: Parts, size: Value) -> Iterator[Value]
             rest.set(rest.now & (rest.now - 1))
 
 
-def _any_flags(k: Kernel, columns: list[Parts], size: Value, to: Value) -> None:
+def _any_flags(k: Emitter, columns: list[QuantRow], size: Value, to: Value) -> None:
     """Write flags of the blocks with high parts in any of the rows of activations."""
     flags = vec(I8, FLAGS)
     with k.loop(0, size >> 5, FLAGS) as i:

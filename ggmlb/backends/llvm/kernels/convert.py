@@ -12,7 +12,7 @@ from ggmlb.backends.llvm.kernels.tiles import transposed
 from ggmlb.backends.llvm.kernels.walk import lanes, rows
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 WORDS = {"i8": I8, "i16": I16, "i32": I32, "i64": I64, "f64": I64}
 """Types whose elements are only moved, by the integers that do it."""
@@ -29,7 +29,7 @@ def can_convert(src: str, out: str) -> bool:
     return src in SIZES and out in WRITERS
 
 
-def convert(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
+def convert(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
     """Convert the elements from `start` on below `stop` of the row at `x` into the one at `y`."""
     if src == out and src in FORMS:
         form = FORMS[src]
@@ -51,7 +51,7 @@ def convert(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, sto
         lanes(k, start, stop, body)
 
 
-def _move(k: Kernel, word: Value, y: Value, x: Value, start: Value, stop: Value) -> None:
+def _move(k: Emitter, word: Value, y: Value, x: Value, start: Value, stop: Value) -> None:
     size = word.width // 8  # type: ignore[attr-defined]
     n = 4 * k.level.lanes // size
     whole = start + (stop - start) // n * n
@@ -61,7 +61,7 @@ def _move(k: Kernel, word: Value, y: Value, x: Value, start: Value, stop: Value)
         k.store(k.load(word, x + i * size), y + i * size)
 
 
-def _read_blocks(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
+def _read_blocks(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
     form = FORMS[src]
     with k.loop(start // form.block, stop // form.block) as block:
         at = x + block * form.nbytes
@@ -76,19 +76,19 @@ def _read_blocks(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value
             store_floats(k, out, values, y + (block * form.block + 32 * i) * SIZES[out])
 
 
-def _write_blocks(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
+def _write_blocks(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
     size = FORMS[out].nbytes
     with k.loop(start // 32, (stop + 31) // 32) as block:
         WRITERS[out](k, load_floats(k, src, x + block * (32 * SIZES[src]), 32), y + block * size)
 
 
-def copy(k: Kernel, out: str, src: str) -> None:
+def copy(k: Emitter, out: str, src: str) -> None:
     """Convert rows: operands `y, x`."""
     with rows(k, 2) as row:
         convert(k, out, src, row.at[0], row.at[1], row.start, row.stop)
 
 
-def copy_strided(k: Kernel, out: str, src: str, sizes: tuple[int, int]) -> None:
+def copy_strided(k: Emitter, out: str, src: str, sizes: tuple[int, int]) -> None:
     """Copy elements that lie apart: `y_nb0, x_nb0` before the walk of `y, x`."""
     y_step, x_step = k.ints(2)
     with rows(k, 2) as row, k.loop(row.start, row.stop) as i:
@@ -100,7 +100,7 @@ def copy_strided(k: Kernel, out: str, src: str, sizes: tuple[int, int]) -> None:
             store_floats(k, out, value, y)
 
 
-def copy_turned(k: Kernel) -> None:
+def copy_turned(k: Emitter) -> None:
     """Copy words of 32 bits that lie side by side in the source into rows of the result, whose they are not.
 
     Arguments: `y`, its byte stride from row to row and in two more dimensions; `x`, its byte stride along the
@@ -132,7 +132,7 @@ def copy_turned(k: Kernel) -> None:
 
 
 def row_number(
-    k: Kernel, ids: Value, dtype: str, limit: Value, report: tuple[Value, Value]
+    k: Emitter, ids: Value, dtype: str, limit: Value, report: tuple[Value, Value]
 ) -> tuple[Value, Value]:
     """Read a row number; report one that is out of bounds, and return 0 then, and whether it was right."""
     index = k.load(I64, ids) if dtype == "i64" else k.load(I32, ids).sext(I64)
@@ -145,7 +145,7 @@ def row_number(
     return k.select(bad, k.i64(0), index), Value(k, k.build.not_(bad.raw))
 
 
-def get_rows(k: Kernel, out: str, src: str, index: str) -> None:
+def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
     """Rows by number: `a, nb1, nb2, nb3, ids, nb0, nb1, nb2, limit, errors, step`, the walk of `y`."""
     a, a_nb1, a_nb2, a_nb3, ids, nb0, nb1, nb2, limit, errors, step = k.ints(11)
     with rows(k, 1) as row:
@@ -156,7 +156,7 @@ def get_rows(k: Kernel, out: str, src: str, index: str) -> None:
             convert(k, out, src, row.at[0], x, row.start, row.stop)
 
 
-def set_rows(k: Kernel, out: str, src: str, index: str) -> None:
+def set_rows(k: Emitter, out: str, src: str, index: str) -> None:
     """Put rows by number: `y, nb1, nb2, nb3, ids, nb0, nb1, nb2, ne1, ne2, limit, errors, step`, then `x`."""
     y, y_nb1, y_nb2, y_nb3, ids, nb0, nb1, nb2, ne1, ne2, limit, errors, step = k.ints(13)
     with rows(k, 1) as row:

@@ -32,7 +32,7 @@ from llvmlite import ir
 from ggmlb.backends.llvm.codegen.value import I64, Value
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
+    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
 
 DONE, STATE, STOP, NUMBER, WORDS, THREAD_WORDS = 0, 16, 32, 48, 64, 16
 YIELD, THREADS, BEFORE = STOP + 1, STOP + 2, NUMBER + 1
@@ -46,7 +46,7 @@ def control_words(n_threads: int) -> int:
     return WORDS + n_threads * THREAD_WORDS
 
 
-def run(k: Kernel) -> None:
+def run(k: Emitter) -> None:
     """Compute the steps from `first` on below `last`: `control, table, first, last`."""
     control, table, first, last = k.ints(4)
     k.store(k.i64(1), control + 8 * STATE, 8)
@@ -61,7 +61,7 @@ def run(k: Kernel) -> None:
     k.store(k.i64(0), control + 8 * STATE, 8)
 
 
-def _share(k: Kernel, control: Value, kernel: Value, args: Value, n_chunks: Value) -> None:
+def _share(k: Emitter, control: Value, kernel: Value, args: Value, n_chunks: Value) -> None:
     number, n_threads = k.load(I64, control + 8 * NUMBER, 8) + 1, k.load(I64, control + 8 * THREADS, 8)
     k.store(number, control + 8 * NUMBER, 8)
     with k.loop(0, n_threads) as i:
@@ -87,7 +87,7 @@ def _share(k: Kernel, control: Value, kernel: Value, args: Value, n_chunks: Valu
             _yield(k, control)
 
 
-def serve(k: Kernel) -> None:
+def serve(k: Emitter) -> None:
     """Take chunks until nothing came for `limit` turns: `(control, thread, limit, unused)`."""
     control, thread, limit = k.args, k.chunk, k.n_chunks
     n_threads = k.load(I64, control + 8 * THREADS, 8)
@@ -112,7 +112,7 @@ def serve(k: Kernel) -> None:
         k.build.cbranch(((stop | waited) > 0).raw, end, again)
 
 
-def _work(k: Kernel, control: Value, thread: Value, n_threads: Value, own: Variable) -> None:
+def _work(k: Emitter, control: Value, thread: Value, n_threads: Value, own: Variable) -> None:
     """Take chunks and do them, the thread's own first, until nobody has any; `own` counts them."""
     owner, left, told = k.variable(thread), k.variable(n_threads), k.variable(k.i64(0))
     with k.while_() as (again, end):
@@ -159,26 +159,26 @@ def _word(control: Value, thread: Value) -> Value:
     return control + 8 * WORDS + thread * (8 * THREAD_WORDS)
 
 
-def _call(k: Kernel, kernel: Value, *args: Value) -> None:
+def _call(k: Emitter, kernel: Value, *args: Value) -> None:
     pointer = k.build.inttoptr(kernel.raw, ir.FunctionType(ir.VoidType(), [I64] * 4).as_pointer())
     k.build.call(pointer, [a.raw for a in args])
 
 
-def _pointer(k: Kernel, address: Value) -> Any:
+def _pointer(k: Emitter, address: Value) -> Any:
     return k.build.inttoptr(address.raw, I64.as_pointer())
 
 
-def _atomic_load(k: Kernel, address: Value) -> Value:
+def _atomic_load(k: Emitter, address: Value) -> Value:
     return Value(k, k.build.load_atomic(_pointer(k, address), "acquire", 8, typ=I64))
 
 
-def _pause(k: Kernel) -> None:
+def _pause(k: Emitter) -> None:
     """Tell the processor that it waits; costs other threads of the core nothing."""
     if k.level.dot in ("vnni", "maddubs"):
         k.call("llvm.x86.sse2.pause", ir.VoidType())
 
 
-def _yield(k: Kernel, control: Value) -> None:
+def _yield(k: Emitter, control: Value) -> None:
     function = k.load(I64, control + 8 * YIELD, 8)
     with k.when(function > 0):
         pointer = k.build.inttoptr(function.raw, ir.FunctionType(ir.VoidType(), []).as_pointer())

@@ -33,56 +33,56 @@ from ggmlb.backends.llvm.codegen.value import Value
 from ggmlb.backends.llvm.kernels.walk import lanes, rows
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
     Function = Callable[..., Value]
     """`f(kernel, x, *params)`"""
 
 
-def _sign(k: Kernel, x: Value) -> Value:
+def _sign(k: Emitter, x: Value) -> Value:
     return k.select(x > 0.0, k.const(x.type, 1.0), k.select(x < 0.0, k.const(x.type, -1.0), 0.0))
 
 
-def _gelu(k: Kernel, x: Value) -> Value:
+def _gelu(k: Emitter, x: Value) -> Value:
     x = k.select(x < GELU_IS_ZERO, k.const(x.type, GELU_IS_ZERO), x)
     z = x * (x * x * GELU_COEF + 1.0)
     return over_one_plus_exp(k, x, z * (2 * SQRT_2_OVER_PI))
 
 
-def _gelu_erf(k: Kernel, x: Value) -> Value:
+def _gelu_erf(k: Emitter, x: Value) -> Value:
     return over_one_plus_exp(k, x, x * polynomial(k, x * x, NORMAL_AS_SIGMOID))
 
 
-def _hardsigmoid(k: Kernel, x: Value) -> Value:
+def _hardsigmoid(k: Emitter, x: Value) -> Value:
     return k.minimum(k.maximum((x + 3.0) / 6.0, 0.0), 1.0)
 
 
-def _softplus(k: Kernel, x: Value) -> Value:
+def _softplus(k: Emitter, x: Value) -> Value:
     t = exp(k, -k.generic("fabs", x))
     u = t + 1.0
     grown = log(k, u) * t / (u - 1.0)
     return k.maximum(x, 0.0) + k.select(u.equals(1.0), t, grown)
 
 
-def _xielu(k: Kernel, x: Value, alpha_n: Value, alpha_p: Value, beta: Value, eps: Value) -> Value:
+def _xielu(k: Emitter, x: Value, alpha_n: Value, alpha_p: Value, beta: Value, eps: Value) -> Value:
     below = (expm1(k, k.minimum(x, eps)) - x) * alpha_n
     return k.select(x > 0.0, x * x * alpha_p, below) + x * beta
 
 
-def _positive(k: Kernel, x: Value) -> Value:
+def _positive(k: Emitter, x: Value) -> Value:
     return k.select(x > 0.0, x, 0.0)
 
 
-def _leaky(k: Kernel, x: Value, slope: Value) -> Value:
+def _leaky(k: Emitter, x: Value, slope: Value) -> Value:
     return k.select(x > 0.0, x, k.select(x < 0.0, x * slope, 0.0))
 
 
-def _silu_back(k: Kernel, dy: Value, x: Value) -> Value:
+def _silu_back(k: Emitter, dy: Value, x: Value) -> Value:
     s = sigmoid(k, x)
     return dy * (s * (x * (1.0 - s) + 1.0))
 
 
-def _round(k: Kernel, x: Value) -> Value:
+def _round(k: Emitter, x: Value) -> Value:
     return k.generic("round", x)
 
 
@@ -131,7 +131,7 @@ PAIRS: dict[str, Function] = {
 }
 
 
-def unary(k: Kernel, name: str, n_params: int, dtypes: Sequence[str], past_caches: bool) -> None:
+def unary(k: Emitter, name: str, n_params: int, dtypes: Sequence[str], past_caches: bool) -> None:
     """Apply a function: operands `y, x` of the walk, after the function's parameters."""
     params = [k.float_arg().splat(k.level.lanes) for _ in range(n_params)]
     out, src = dtypes
@@ -147,7 +147,7 @@ def unary(k: Kernel, name: str, n_params: int, dtypes: Sequence[str], past_cache
         k.fence()
 
 
-def binary(k: Kernel, name: str, one_per_row: bool, dtypes: Sequence[str], past_caches: bool) -> None:
+def binary(k: Emitter, name: str, one_per_row: bool, dtypes: Sequence[str], past_caches: bool) -> None:
     """Combine two operands: `y, a, b`; `b` may have one element for each row."""
     out, a, b = dtypes
     n = k.level.lanes
@@ -169,7 +169,7 @@ _GATES = {
 }  # fmt: skip
 
 
-def gated(k: Kernel, name: str, gate: Value, up: Value, params: Sequence[Value] = ()) -> Value:
+def gated(k: Emitter, name: str, gate: Value, up: Value, params: Sequence[Value] = ()) -> Value:
     """A gated linear unit; swiglu_oai has `alpha` and `limit`."""
     if name == "reglu":
         return k.select(gate > 0.0, gate * up, 0.0)
@@ -181,7 +181,7 @@ def gated(k: Kernel, name: str, gate: Value, up: Value, params: Sequence[Value] 
     return over_one_plus_exp(k, g, g * alpha) * (up + 1.0)
 
 
-def glu(k: Kernel, name: str, dtypes: Sequence[str], past_caches: bool) -> None:
+def glu(k: Emitter, name: str, dtypes: Sequence[str], past_caches: bool) -> None:
     """`f(gate) up`: operands `y, gate, up`; swiglu_oai has `alpha` and `limit` before them."""
     out, src = dtypes
     n = k.level.lanes

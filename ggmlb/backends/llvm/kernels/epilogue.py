@@ -15,12 +15,12 @@ from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS, gated
 from ggmlb.backends.llvm.kernels.walk import lanes
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
     from ggmlb.backends.llvm.codegen.value import Value
 
 
 def with_epilogue(
-    k: Kernel,
+    k: Emitter,
     dtype: str,
     is_interleaved: bool,
     n_rows: int,

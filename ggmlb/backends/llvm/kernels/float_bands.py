@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_floats, total
 from ggmlb.backends.llvm.codegen.value import F32, Value, vec
 from ggmlb.backends.llvm.kernels import tiles
-from ggmlb.backends.llvm.kernels.matvec import AHEAD, Place
+from ggmlb.backends.llvm.kernels.matvec import AHEAD, MatChunk
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
     from ggmlb.backends.llvm.codegen.host import Level
 
 GROUPS = 32
@@ -66,13 +66,13 @@ def scratch_nbytes(level: Level, n: int) -> int:
     return GROUPS * rows_at_once(level, n) * -(-n // at_once) * at_once * 4 * level.lanes
 
 
-def floats(k: Kernel, dtype: str, b_dtype: str, n_columns: int) -> None:
+def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
     """Multiply floats: arguments of a product, scratch and its size per thread.
 
     `n_columns`: from `columns_at_once`. The weight has at least the rows of a group.
     """
     lanes, n_rows, together = k.level.lanes, rows_at_once(k.level, n_columns), _together(k.level, n_columns)
-    place, (scratch, stride) = Place(k, n_rows), k.ints(2)
+    place, (scratch, stride) = MatChunk(k, n_rows), k.ints(2)
     room, packed, vector = scratch + k.thread * stride, k.local(PIECE_NBYTES), 4 * lanes
     line, size = vector * n_rows, SIZES[dtype]
     depth = PIECE_NBYTES // (4 * n_columns) // LINE_NBYTES * LINE_NBYTES
@@ -106,7 +106,7 @@ def floats(k: Kernel, dtype: str, b_dtype: str, n_columns: int) -> None:
 
 
 def _pack(
-    k: Kernel, dtype: str, place: Place, columns: tuple[Value, int], begin: Value, count: Value, to: Value
+    k: Emitter, dtype: str, place: MatChunk, columns: tuple[Value, int], begin: Value, count: Value, to: Value
 ) -> None:
     """Write a piece as float32, vector by vector of each row; what is missing of the last vector is 0."""
     lanes, size, (first, n) = k.level.lanes, SIZES[dtype], columns
@@ -125,7 +125,7 @@ def _pack(
 
 
 def _add(
-    k: Kernel,
+    k: Emitter,
     dtype: str,
     rows: list[Value],
     packed: Value,

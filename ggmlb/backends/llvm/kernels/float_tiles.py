@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, Value, vec
 from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS
-from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
+from ggmlb.backends.llvm.kernels.matvec import Chosen, MatChunk
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, Written, store, transposed
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
+    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
     from ggmlb.backends.llvm.codegen.host import Level
 
 STRIP_DEPTH = 2048
@@ -39,20 +39,25 @@ def scratch_nbytes(level: Level) -> int:
 
 
 def floats(
-    k: Kernel, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
+    k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
     """Multiply floats: arguments of a product, scratch and its size per thread, the epilogue's."""
-    _floats(k, (dtype, b_dtype), is_interleaved, n_columns, Place(k, tile_rows(k.level)), epilogue)
+    _floats(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
 
 
-def chosen_floats(k: Kernel, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
+def chosen_floats(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
     """Multiply chosen matrices of floats; see `matvec.Chosen`."""
     place = Chosen(k, tile_rows(k.level))
     _floats(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), place, Epilogue())
 
 
 def _floats(
-    k: Kernel, types: tuple[str, str], is_interleaved: bool, n_columns: int, place: Place, epilogue: Epilogue
+    k: Emitter,
+    types: tuple[str, str],
+    is_interleaved: bool,
+    n_columns: int,
+    place: MatChunk,
+    epilogue: Epilogue,
 ) -> None:
     (dtype, b_dtype), n_rows, n = types, tile_rows(k.level), k.level.lanes
     scratch, stride = k.ints(2)
@@ -90,7 +95,7 @@ def _floats(
                 store(k, values, place, first, (column, column), finish)
 
 
-def _strip_vectors(k: Kernel, place: Place, first: Value, begin: Value, size: int) -> list[Value]:
+def _strip_vectors(k: Emitter, place: MatChunk, first: Value, begin: Value, size: int) -> list[Value]:
     """Where the values of the rows of a tile begin, vector by vector."""
     n, found = k.level.lanes, []
     for v in range(2):
@@ -101,7 +106,7 @@ def _strip_vectors(k: Kernel, place: Place, first: Value, begin: Value, size: in
 
 
 def _pack(
-    k: Kernel, dtype: str, place: Place, first: Value, begin: Value, depth: Value, packed: Value
+    k: Emitter, dtype: str, place: MatChunk, first: Value, begin: Value, depth: Value, packed: Value
 ) -> None:
     n, size = k.level.lanes, SIZES[dtype]
     n_rows = tile_rows(k.level)
@@ -117,7 +122,7 @@ def _pack(
                 k.store(load_float(k, dtype, row + i * size), packed + i * (4 * n_rows) + (v + r) * 4)
 
 
-def add_written(k: Kernel, sums: list[list[Variable]], place: Written, first: Value, column: Value) -> None:
+def add_written(k: Emitter, sums: list[list[Variable]], place: Written, first: Value, column: Value) -> None:
     """Add what was written for the elements before."""
     n = k.level.lanes
     for c in range(len(sums[0])):

@@ -21,8 +21,8 @@ from ggmlb.backends.llvm.kernels.norm import row_sum
 from ggmlb.backends.llvm.kernels.walk import lanes, rows
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
-    from ggmlb.backends.llvm.kernels.walk import Row
+    from ggmlb.backends.llvm.codegen.emit import Emitter
+    from ggmlb.backends.llvm.kernels.walk import RowPart
 
     Load = Callable[[Value, Value | None], Value]
     """Elements of a row, from one on, by a mask."""
@@ -31,7 +31,7 @@ BLOCK = 4
 """Vectors of columns that are summed together, so that each row is read by whole pages' lines."""
 
 
-def _loads(k: Kernel, row: Row, dtypes: Sequence[str], first: int = 1) -> list[Load]:
+def _loads(k: Emitter, row: RowPart, dtypes: Sequence[str], first: int = 1) -> list[Load]:
     """What reads each operand of a row, but the first, which is written, unless `first` is 0."""
     n = k.level.lanes
 
@@ -41,7 +41,7 @@ def _loads(k: Kernel, row: Row, dtypes: Sequence[str], first: int = 1) -> list[L
     return [of(j, dtype) for j, dtype in enumerate(dtypes[first:], first)]
 
 
-def _write(k: Kernel, out: str, row: Row, value: Load) -> None:
+def _write(k: Emitter, out: str, row: RowPart, value: Load) -> None:
     def body(i: Value, mask: Value | None) -> None:
         store_floats(k, out, value(i, mask), row.at[0] + i * SIZES[out], mask)
 
@@ -51,7 +51,7 @@ def _write(k: Kernel, out: str, row: Row, value: Load) -> None:
 # -- sums and repeats ------------------------------------------------------------------------------
 
 
-def row_sums(k: Kernel, out: str, src: str) -> None:
+def row_sums(k: Emitter, out: str, src: str) -> None:
     """The sum of each row: a factor, and the walk of `y, x`, where `y` has one element for each row."""
     factor = k.float_arg()
     with rows(k, 2) as row:
@@ -59,7 +59,7 @@ def row_sums(k: Kernel, out: str, src: str) -> None:
         store_floats(k, out, (row_sum(k, row, x) * factor).splat(1), row.at[0])
 
 
-def repeat(k: Kernel, out: str, src: str, one_per_row: bool) -> None:
+def repeat(k: Emitter, out: str, src: str, one_per_row: bool) -> None:
     """Repeat rows, or their only elements: the walk of `y, x`."""
     n = k.level.lanes
     with rows(k, 2) as row:
@@ -68,7 +68,7 @@ def repeat(k: Kernel, out: str, src: str, one_per_row: bool) -> None:
         _write(k, out, row, x if same is None else lambda i, mask: same)
 
 
-def repeat_back(k: Kernel, out: str, src: str) -> None:
+def repeat_back(k: Emitter, out: str, src: str) -> None:
     """Sum what was repeated: `x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3`, and the walk of `y`."""
     x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3 = k.ints(10)
     n, zero = k.level.lanes, k.const(vec(F32, k.level.lanes), 0)
@@ -91,7 +91,7 @@ def repeat_back(k: Kernel, out: str, src: str) -> None:
         lanes(k, whole, row.stop, lambda i, mask: add(i, mask, 1))
 
 
-def get_rows_back(k: Kernel, src: str) -> None:
+def get_rows_back(k: Emitter, src: str) -> None:
     """Add rows by number to zeros, each chunk some columns of all.
 
     `x, x_nb1, ids, nb0, count, y, y_nb1, n, limit, errors, step`.
@@ -116,7 +116,7 @@ def get_rows_back(k: Kernel, src: str) -> None:
             lanes(k, start, stop, body)
 
 
-def _zeros(k: Kernel, at: Value) -> Callable[[Value, Value | None], None]:
+def _zeros(k: Emitter, at: Value) -> Callable[[Value, Value | None], None]:
     zero = k.const(vec(F32, k.level.lanes), 0)
     return lambda i, mask: store_floats(k, "f32", zero, at + i * 4, mask)
 
@@ -124,7 +124,7 @@ def _zeros(k: Kernel, at: Value) -> Callable[[Value, Value | None], None]:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def rms_norm_back(k: Kernel, dtypes: Sequence[str]) -> None:
+def rms_norm_back(k: Emitter, dtypes: Sequence[str]) -> None:
     """The gradient of `rms_norm`: `eps`, and the walk of `y, dy, x`."""
     n, eps = k.level.lanes, k.float_arg()
     with rows(k, 3) as row:
@@ -136,7 +136,7 @@ def rms_norm_back(k: Kernel, dtypes: Sequence[str]) -> None:
         _write(k, dtypes[0], row, lambda i, mask: (dy(i, mask) - x(i, mask) * along) * scale)
 
 
-def soft_max_back(k: Kernel, dtypes: Sequence[str]) -> None:
+def soft_max_back(k: Emitter, dtypes: Sequence[str]) -> None:
     """The gradient of `soft_max`: its scale, and the walk of `dx, dy, y`."""
     n, scale = k.level.lanes, k.float_arg().splat(k.level.lanes)
     with rows(k, 3) as row:
@@ -145,7 +145,7 @@ def soft_max_back(k: Kernel, dtypes: Sequence[str]) -> None:
         _write(k, dtypes[0], row, lambda i, mask: (dy(i, mask) - along) * y(i, mask) * scale)
 
 
-def _highest(k: Kernel, row: Row, x: Load) -> Value:
+def _highest(k: Emitter, row: RowPart, x: Load) -> Value:
     infinity = float("-inf")
     top = k.variable(k.const(vec(F32, k.level.lanes), infinity))
 
@@ -157,7 +157,7 @@ def _highest(k: Kernel, row: Row, x: Load) -> Value:
     return greatest(k, top.now)
 
 
-def cross_entropy(k: Kernel, dtypes: Sequence[str]) -> None:
+def cross_entropy(k: Emitter, dtypes: Sequence[str]) -> None:
     """The cross entropy of each row, negative: the walk of `y, x, p`, where `y` has one element for each."""
     n = k.level.lanes
     with rows(k, 3) as row:
@@ -177,7 +177,7 @@ def cross_entropy(k: Kernel, dtypes: Sequence[str]) -> None:
         store_floats(k, dtypes[0], row_sum(k, row, term).splat(1), row.at[0])
 
 
-def cross_entropy_back(k: Kernel, dtypes: Sequence[str], grad: str) -> None:
+def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
     """The gradient of `cross_entropy_loss`: `1 / n_rows`, `grad`, and the walk of `dx, x, p`; f32 results."""
     n, share = k.level.lanes, k.float_arg()
     factor = (load_float(k, grad, k.int_arg()) * share).splat(n)
@@ -204,7 +204,7 @@ def cross_entropy_back(k: Kernel, dtypes: Sequence[str], grad: str) -> None:
 # -- optimizer steps -------------------------------------------------------------------------------
 
 
-def adamw(k: Kernel, grad: str) -> None:
+def adamw(k: Emitter, grad: str) -> None:
     """A step of AdamW: the seven numbers, and the walk of `w, g, m, v`, of which all but `g` are written."""
     n, at = k.level.lanes, k.int_arg()
     numbers = [k.load(F32, at + 4 * i).splat(n) for i in range(7)]
@@ -225,7 +225,7 @@ def adamw(k: Kernel, grad: str) -> None:
         lanes(k, row.start, row.stop, body)
 
 
-def sgd(k: Kernel, grad: str) -> None:
+def sgd(k: Emitter, grad: str) -> None:
     """A step of gradient descent: the two numbers, and the walk of `w, g`."""
     n, at = k.level.lanes, k.int_arg()
     alpha, decay = (k.load(F32, at + 4 * i).splat(n) for i in range(2))

@@ -17,7 +17,7 @@ from ggmlb.backends.llvm.codegen.value import I1, I8, I16, I32, I64, Value, vec
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
     from ggmlb.backends.llvm.codegen.host import Level
 
 ROWS = 16
@@ -67,7 +67,7 @@ def lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def prefetches(k: Kernel, dtype: str, strip: Value, block: Value, first: Value) -> list[Callable[[], None]]:
+def prefetches(k: Emitter, dtype: str, strip: Value, block: Value, first: Value) -> list[Callable[[], None]]:
     """What asks for the cache lines `AHEAD` bytes after a block.
 
     Calls of these belong between the instructions that use the block: asked for at once, the lines would
@@ -98,7 +98,7 @@ def spread(calls: Sequence[Callable[[], None]], n: int) -> Iterator[None]:
         yield
 
 
-def _ask(k: Kernel, start: Value, at: int) -> None:
+def _ask(k: Emitter, start: Value, at: int) -> None:
     k.prefetch(start + at)
 
 
@@ -149,7 +149,7 @@ class Interleaved:
         offset: Of the part, in a block as ggml has it [bytes].
     """
 
-    k: Kernel
+    k: Emitter
     fields: tuple[Field, ...]
     base: Value
     block: Value

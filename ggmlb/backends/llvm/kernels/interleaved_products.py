@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, Layout, begin, counts, parts
+from ggmlb.backends.llvm.kernels.activations import HIGH, ActivationLayout, begin, counts, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS, Form
 from ggmlb.backends.llvm.kernels.interleaved import (
     AHEAD,
@@ -23,46 +23,46 @@ from ggmlb.backends.llvm.kernels.interleaved import (
     spread,
 )
 from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES, Scales
-from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
+from ggmlb.backends.llvm.kernels.matvec import Chosen, MatChunk
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
-    from ggmlb.backends.llvm.codegen.simd import Group
-    from ggmlb.backends.llvm.kernels.activations import Parts
+    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
+    from ggmlb.backends.llvm.codegen.simd import DotSum
+    from ggmlb.backends.llvm.kernels.activations import QuantRow
 
 Sums = list[list[Value]]
 """For each vector of a strip's rows, for each row of activations."""
 
 
-def layout(dtype: str) -> Layout:
+def layout(dtype: str) -> ActivationLayout:
     """How the activations beside blocks lie."""
-    return Layout(FORMS[dtype].wide)
+    return ActivationLayout(FORMS[dtype].wide)
 
 
-def quantized(k: Kernel, dtype: str, n_columns: int) -> None:
+def quantized(k: Emitter, dtype: str, n_columns: int) -> None:
     """Multiply blocks with activations as bytes: arguments of a product."""
-    place = Place(k, ROWS)
+    place = MatChunk(k, ROWS)
     with k.loop(place.first, place.last) as strip:
         columns = [place.column(c) for c in range(n_columns)]
         _store(k, _blocks(k, dtype, place, strip, columns), place, strip, range(n_columns))
 
 
-def chosen_quantized(k: Kernel, dtype: str) -> None:
+def chosen_quantized(k: Emitter, dtype: str) -> None:
     """Multiply chosen matrices of blocks, one row of activations at a time; see `matvec.Chosen`."""
     place = Chosen(k, ROWS)
     with k.loop(0, place.n) as column, k.loop(place.first, place.last) as strip:
         _store(k, _blocks(k, dtype, place, strip, [place.column(column)]), place, strip, [column])
 
 
-def floats(k: Kernel, dtype: str, n_columns: int, b_dtype: str) -> None:
+def floats(k: Emitter, dtype: str, n_columns: int, b_dtype: str) -> None:
     """Multiply floats with float activations: arguments of a product."""
-    place = Place(k, ROWS)
+    place = MatChunk(k, ROWS)
     with k.loop(place.first, place.last) as strip:
         columns = [place.column(c) for c in range(n_columns)]
         _store(k, _floats(k, dtype, b_dtype, place, strip, columns), place, strip, range(n_columns))
 
 
-def chosen_floats(k: Kernel, dtype: str, b_dtype: str) -> None:
+def chosen_floats(k: Emitter, dtype: str, b_dtype: str) -> None:
     """Multiply chosen matrices of floats, one row of activations at a time; see `matvec.Chosen`."""
     place = Chosen(k, ROWS)
     with k.loop(0, place.n) as column, k.loop(place.first, place.last) as strip:
@@ -70,18 +70,18 @@ def chosen_floats(k: Kernel, dtype: str, b_dtype: str) -> None:
         _store(k, found, place, strip, [column])
 
 
-def vectors(k: Kernel) -> range:
+def vectors(k: Emitter) -> range:
     """The first row of each vector of a strip."""
     return range(0, ROWS, lanes(k.level))
 
 
-def _store(k: Kernel, sums: Sums, place: Place, strip: Value, columns: Sequence[Value | int]) -> None:
+def _store(k: Emitter, sums: Sums, place: MatChunk, strip: Value, columns: Sequence[Value | int]) -> None:
     for first, line in zip(vectors(k), sums, strict=True):
         for c, value in zip(columns, line, strict=True):
             k.store(value, place.result(c) + (strip * ROWS + first) * 4)
 
 
-def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Value]) -> Sums:
+def _blocks(k: Emitter, dtype: str, place: MatChunk, strip: Value, columns: list[Value]) -> Sums:
     form, n = FORMS[dtype], lanes(k.level)
     floats, line = vec(F32, n), 4 * n * len(columns)
     sums = k.local(len(vectors(k)) * line)
@@ -115,10 +115,10 @@ class _Weights(NamedTuple):
 
 
 def _add_block(
-    k: Kernel,
+    k: Emitter,
     weights: _Weights,
     block: Value,
-    activations: list[Parts],
+    activations: list[QuantRow],
     slots: list[Variable],
     ask: Iterator[None],
 ) -> None:
@@ -150,17 +150,17 @@ def _add_block(
                 slot.set(_more(k, slot.now, high.total().to_float() * factor, scales.d))
 
 
-def _more(k: Kernel, sum_: Value | None, a: Value, b: Value) -> Value:
+def _more(k: Emitter, sum_: Value | None, a: Value, b: Value) -> Value:
     return a * b if sum_ is None else k.fma(a, b, sum_)
 
 
-def _four(k: Kernel, codes: Value, run: Value, word: int) -> Value:
+def _four(k: Emitter, codes: Value, run: Value, word: int) -> Value:
     """Four neighbouring codes of activations, for each row of a vector."""
     n = lanes(k.level)
     return k.load(I32, codes + run * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
 
 
-def _of_minimums(k: Kernel, weights: _Weights, run: int, number: Value, x: Parts) -> tuple[Value, Value]:
+def _of_minimums(k: Emitter, weights: _Weights, run: int, number: Value, x: QuantRow) -> tuple[Value, Value]:
     """Two factors of what the minimums add to the products of a run, the row's run `number`."""
     form, _, scales = weights
     n = lanes(k.level)
@@ -177,7 +177,7 @@ def _of_minimums(k: Kernel, weights: _Weights, run: int, number: Value, x: Parts
     return (both[0] + both[1]).to_float(), k.load(F32, x.scales + number * 4).splat(n)
 
 
-def _group(k: Kernel, weights: _Weights, block: Value, group: int, x: Parts) -> Group:
+def _group(k: Emitter, weights: _Weights, block: Value, group: int, x: QuantRow) -> DotSum:
     """An empty sum of the products of a group of a block with a row of activations."""
     form, _, scales = weights
     scale = None if scales.scales is None else scales.scales(group)
@@ -186,7 +186,7 @@ def _group(k: Kernel, weights: _Weights, block: Value, group: int, x: Parts) -> 
 
 
 def _totals(
-    k: Kernel, weights: _Weights, block: Value, activations: list[Parts], runs: range, ask: Iterator[None]
+    k: Emitter, weights: _Weights, block: Value, activations: list[QuantRow], runs: range, ask: Iterator[None]
 ) -> list[list[Value]]:
     """The sums of products times integer scales, for each row of activations and each of the runs.
 
@@ -210,7 +210,9 @@ def _totals(
     return totals
 
 
-def _floats(k: Kernel, dtype: str, b_dtype: str, place: Place, strip: Value, columns: list[Value]) -> Sums:
+def _floats(
+    k: Emitter, dtype: str, b_dtype: str, place: MatChunk, strip: Value, columns: list[Value]
+) -> Sums:
     n, size, b_size = lanes(k.level), SIZES[dtype], SIZES[b_dtype]
     turns = max(1, 8 // (len(columns) * len(vectors(k))))  # independent sums hide the latency of additions
     zero = k.const(vec(F32, n), 0)

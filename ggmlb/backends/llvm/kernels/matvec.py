@@ -12,13 +12,13 @@ from llvmlite import ir
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_floats, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, I64, Value, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, Layout, parts
+from ggmlb.backends.llvm.kernels.activations import HIGH, ActivationLayout, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
+    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
     from ggmlb.backends.llvm.codegen.host import Level
-    from ggmlb.backends.llvm.kernels.activations import Parts
+    from ggmlb.backends.llvm.kernels.activations import QuantRow
     from ggmlb.backends.llvm.kernels.blocks import Form
 
 ARGS = (
@@ -29,7 +29,7 @@ ARGS = (
 rows, matrices and batches; extents; how often the weight repeats; and chunks of a matrix."""
 
 
-class Place:
+class MatChunk:
     """A chunk of a product: its matrix, and its part of the weight's rows.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
 
     step: Value | None = None
 
-    def __init__(self, k: Kernel, unit: int) -> None:
+    def __init__(self, k: Emitter, unit: int) -> None:
         p = dict(zip(ARGS, k.ints(len(ARGS)), strict=True))
         self.args = p
         matrix, part = k.chunk // p["parts"], k.chunk % p["parts"]
@@ -79,10 +79,10 @@ CHOSEN_ARGS = (
 and `starts` where those of each matrix begin."""
 
 
-class Chosen(Place):
+class Chosen(MatChunk):
     """A chunk of a product with chosen matrices (mul_mat_id)."""
 
-    def __init__(self, k: Kernel, unit: int) -> None:
+    def __init__(self, k: Emitter, unit: int) -> None:
         p = dict(zip(CHOSEN_ARGS, k.ints(len(CHOSEN_ARGS)), strict=True))
         self.args, self._kernel = p, k
         matrix, part = k.chunk // p["parts"], k.chunk % p["parts"]
@@ -111,7 +111,7 @@ class Chosen(Place):
         return self.args["y"] + use * self.args["y_nb1"] + token * self.args["y_nb2"]
 
 
-def sort(k: Kernel) -> None:
+def sort(k: Emitter) -> None:
     """Sort choices by matrix: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`."""
     ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step = k.ints(10)
     ends = starts + 8  # while counting, the place of each matrix is its successor's
@@ -148,33 +148,33 @@ UNIT = 256
 """Elements of a row that are multiplied at a time: one block, or eight."""
 
 
-def layout(dtype: str, level: Level) -> Layout:
+def layout(dtype: str, level: Level) -> ActivationLayout:
     """How the activations beside blocks lie; see `Form.pair`."""
     form = FORMS[dtype]
-    return Layout(form.wide, form.group, in_turns=_lanes(level) == 8)
+    return ActivationLayout(form.wide, form.group, in_turns=_lanes(level) == 8)
 
 
 def _lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def quantized(k: Kernel, dtype: str, n_rows: int, n_columns: int) -> None:
+def quantized(k: Emitter, dtype: str, n_rows: int, n_columns: int) -> None:
     """Multiply blocks with activations as bytes; `n_columns` rows of activations."""
-    place = Place(k, n_rows)
+    place = MatChunk(k, n_rows)
     with k.loop(place.first, place.last) as group:
         row = k.least(group * n_rows, place.m - n_rows)  # the last group may do rows again
         _blocks(k, dtype, place, row, n_rows, list(range(n_columns)))
 
 
-def floats(k: Kernel, dtype: str, n_rows: int, n_columns: int, b_dtype: str = "f32") -> None:
+def floats(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str = "f32") -> None:
     """Multiply floats with float activations."""
-    place = Place(k, n_rows)
+    place = MatChunk(k, n_rows)
     with k.loop(place.first, place.last) as group:
         row = k.least(group * n_rows, place.m - n_rows)
         _float_rows(k, (dtype, b_dtype), place, row, n_rows, list(range(n_columns)))
 
 
-def chosen(k: Kernel, dtype: str, n_rows: int, b_dtype: str) -> None:
+def chosen(k: Emitter, dtype: str, n_rows: int, b_dtype: str) -> None:
     """Multiply the chosen matrices with activations, one row of them at a time; see `Chosen`."""
     place = Chosen(k, n_rows)
     with k.loop(0, place.n) as column, k.loop(place.first, place.last) as group:
@@ -186,7 +186,12 @@ def chosen(k: Kernel, dtype: str, n_rows: int, b_dtype: str) -> None:
 
 
 def _float_rows(
-    k: Kernel, types: tuple[str, str], place: Place, row: Value, n_rows: int, columns: Sequence[Value | int]
+    k: Emitter,
+    types: tuple[str, str],
+    place: MatChunk,
+    row: Value,
+    n_rows: int,
+    columns: Sequence[Value | int],
 ) -> None:
     weights = [place.a + (row + r) * place.a_nb1 for r in range(n_rows)]
     found = _floats(k, *types, weights, [place.column(c) for c in columns], place.k)
@@ -196,7 +201,7 @@ def _float_rows(
 
 
 def _blocks(
-    k: Kernel, dtype: str, place: Place, row: Value, n_rows: int, columns: Sequence[Value | int]
+    k: Emitter, dtype: str, place: MatChunk, row: Value, n_rows: int, columns: Sequence[Value | int]
 ) -> None:
     """Write the products of rows of blocks, from `row` on, with rows of bytes."""
     form, n = FORMS[dtype], _lanes(k.level)
@@ -259,7 +264,7 @@ class _Runs(NamedTuple):
     high: tuple[Value, Value] | None
 
     @classmethod
-    def of(cls, k: Kernel, form: Form, x: Parts, run: Value, count: int) -> _Runs:
+    def of(cls, k: Emitter, form: Form, x: QuantRow, run: Value, count: int) -> _Runs:
         """Return `count` runs of a row, from number `run` on."""
         scales, half, high = k.load(vec(F32, count), x.scales + run * 4), _lanes(k.level) // 2, None
         if _in_ints(k, form):
@@ -273,7 +278,7 @@ class _Runs(NamedTuple):
         return cls(codes, sums, count, factors, _starts(k, form, codes, count), high)
 
 
-def _starts(k: Kernel, form: Form, x: Value, count: int) -> list[Value]:
+def _starts(k: Emitter, form: Form, x: Value, count: int) -> list[Value]:
     """Where sums of products with signed codes start, for each vector of some runs; none of other codes."""
     n = _lanes(k.level)
     if form.offset is not None:
@@ -283,13 +288,13 @@ def _starts(k: Kernel, form: Form, x: Value, count: int) -> list[Value]:
     ]
 
 
-def _in_ints(k: Kernel, form: Form) -> bool:
+def _in_ints(k: Emitter, form: Form) -> bool:
     """Whether products are multiplied by whole scales: where they are added up by multiplying them."""
     return form.whole is not None and k.level.dot == "maddubs"
 
 
 def _add_runs(
-    k: Kernel, form: Form, blocks: list[Value], columns: list[_Runs], slots: list[Variable]
+    k: Emitter, form: Form, blocks: list[Value], columns: list[_Runs], slots: list[Variable]
 ) -> None:
     """Add products of a row's runs to sums in lanes, one for each column."""
     n, count = _lanes(k.level), columns[0].n
@@ -319,7 +324,7 @@ def _add_runs(
                 _add_pairs(k, form, pairs, x.high[0], starts, factors * float(HIGH), slot)
 
 
-def _of_groups(k: Kernel, numbers: Value, x: _Runs, n: int, sum_: Value | None = None) -> Value:
+def _of_groups(k: Emitter, numbers: Value, x: _Runs, n: int, sum_: Value | None = None) -> Value:
     """The products of a number for each group with the sum of the activations there, in `n` lanes."""
     n_groups = numbers.type.count
     sums = k.load(vec(F32, n_groups), x.sums)
@@ -332,7 +337,7 @@ def _of_groups(k: Kernel, numbers: Value, x: _Runs, n: int, sum_: Value | None =
 
 
 def _add_pairs(
-    k: Kernel, form: Form, pairs: list[list[Value]], x: Value, starts: list[Value], factors: Value,
+    k: Emitter, form: Form, pairs: list[list[Value]], x: Value, starts: list[Value], factors: Value,
     slot: Variable,
 ) -> None:  # fmt: skip
     """Add products of pairs of runs with signed bytes, by their address, times a number for each group."""
@@ -342,7 +347,7 @@ def _add_pairs(
             slot.set(k.fma(found, factors.shuffle(lanes), slot.now))
 
 
-def _whole_sums(k: Kernel, form: Form, pairs: list[list[Value]], x: _Runs, ints: Value) -> Value:
+def _whole_sums(k: Emitter, form: Form, pairs: list[list[Value]], x: _Runs, ints: Value) -> Value:
     """The products of pairs of runs, times an integer for each group, summed up in lanes."""
     half, sums = _lanes(k.level) // 2, k.variable(k.const(vec(F32, _lanes(k.level)), 0))
     # The integers of two pairs in both halves of a vector, so that one instruction lays them in lanes.
@@ -365,7 +370,7 @@ class _Product(NamedTuple):
 
 
 def _meeting(
-    k: Kernel, form: Form, pair: int, weights: list[Value], x: Value, starts: list[Value]
+    k: Emitter, form: Form, pair: int, weights: list[Value], x: Value, starts: list[Value]
 ) -> dict[tuple[int, ...], list[_Product]]:
     """Vectors of a pair's codes and what they meet, by the groups of what is in their lanes."""
     half = _lanes(k.level) // 2
@@ -378,7 +383,7 @@ def _meeting(
     return found
 
 
-def _sum(k: Kernel, form: Form, products: Sequence[_Product], scale: Value | None = None) -> Value:
+def _sum(k: Emitter, form: Form, products: Sequence[_Product], scale: Value | None = None) -> Value:
     """The sum of products of codes, as they are, with signed bytes."""
     most = form.most + (form.offset or 0)
     starts = [p.start for p in products if p.start is not None]
@@ -389,7 +394,7 @@ def _sum(k: Kernel, form: Form, products: Sequence[_Product], scale: Value | Non
     return group.total()
 
 
-def _filled(k: Kernel, v: Value, n: int) -> Value:
+def _filled(k: Emitter, v: Value, n: int) -> Value:
     """A vector of at least `n` lanes, the others 0."""
     given = v.type.count
     if given >= n:
@@ -398,7 +403,7 @@ def _filled(k: Kernel, v: Value, n: int) -> Value:
 
 
 def _floats(
-    k: Kernel, dtype: str, b_dtype: str, weights: list[Value], columns: list[Value], size: Value
+    k: Emitter, dtype: str, b_dtype: str, weights: list[Value], columns: list[Value], size: Value
 ) -> list[list[Value]]:
     """Return the products of rows of floats, by address."""
     lanes = k.level.lanes

@@ -10,11 +10,11 @@ from ggmlb.backends.llvm.codegen.value import F32, Value, vec
 from ggmlb.backends.llvm.kernels.walk import lanes, rows
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
-    from ggmlb.backends.llvm.kernels.walk import Row
+    from ggmlb.backends.llvm.codegen.emit import Emitter
+    from ggmlb.backends.llvm.kernels.walk import RowPart
 
 
-def row_sum(k: Kernel, row: Row, term: Callable[[Value, Value | None], Value]) -> Value:
+def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Value]) -> Value:
     """The sum over the row of `term(i, mask)`, which is 0 where the mask is not set."""
     n, turns = k.level.lanes, 4
     sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(turns)]
@@ -31,7 +31,7 @@ def row_sum(k: Kernel, row: Row, term: Callable[[Value, Value | None], Value]) -
 
 
 def normalise(
-    k: Kernel, kind: str, dtypes: Sequence[str], factors: int, added: bool = False, kept: bool = False
+    k: Emitter, kind: str, dtypes: Sequence[str], factors: int, added: bool = False, kept: bool = False
 ) -> None:
     """Normalise rows: `eps`, and the walk of `y, x`, then `b` if `added`, `s` if `kept`, then the factors.
 
@@ -90,7 +90,7 @@ def normalise(
         lanes(k, row.start, row.stop, write)
 
 
-def _add(k: Kernel, row: Row) -> None:
+def _add(k: Emitter, row: RowPart) -> None:
     """Write the sum of the second and the third operand to the fourth, which takes the second's place."""
     n = k.level.lanes
 
@@ -102,7 +102,7 @@ def _add(k: Kernel, row: Row) -> None:
     row.at[1] = row.at[3]
 
 
-def soft_max(k: Kernel, mask_type: str | None, has_sinks: bool) -> None:
+def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
     """`scale, slopes, sinks, mask, nb1, nb2, nb3, ne2, ne3`, and the walk of `y, x`."""
     n = k.level.lanes
     scale = k.float_arg().splat(n)
@@ -157,7 +157,7 @@ def soft_max(k: Kernel, mask_type: str | None, has_sinks: bool) -> None:
         lanes(k, row.start, row.stop, scaled)
 
 
-def _store_first(k: Kernel, value: Value, address: Value, count: Value) -> None:
+def _store_first(k: Emitter, value: Value, address: Value, count: Value) -> None:
     """Write the first lanes without a masked store, which would delay later reads of the next row."""
     rest, to, n = k.variable(value), k.variable(address), value.type.count
     while n > 1:

@@ -20,7 +20,7 @@ from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, store, transposed
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
     from ggmlb.backends.llvm.codegen.host import Level
 
 ARGS = (
@@ -58,7 +58,7 @@ class _Place:
         n: End of the chunk's rows of the result.
     """
 
-    def __init__(self, k: Kernel, unit: int) -> None:
+    def __init__(self, k: Emitter, unit: int) -> None:
         p = dict(zip(ARGS, k.ints(len(ARGS)), strict=True))
         self.args = p
         chunk, band = k.chunk // p["bands"], k.chunk % p["bands"]
@@ -78,7 +78,7 @@ class _Place:
 
 
 def out_prod(
-    k: Kernel, dtype: str, b_dtype: str, is_interleaved: bool, unit: int, b_steps: tuple[int, int]
+    k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, unit: int, b_steps: tuple[int, int]
 ) -> None:
     """Sum outer products: `ARGS`; `b_steps` are `b_nb0` and `b_nb1`, each where it is an element, else 0."""
     place, n, n_columns = _Place(k, unit), k.level.lanes, columns_at_once(k.level)
@@ -125,7 +125,7 @@ def out_prod(
 
 
 def _unpack_strips(
-    k: Kernel,
+    k: Emitter,
     dtype: str,
     place: _Place,
     rows: tuple[Value, Value],
@@ -143,7 +143,7 @@ def _unpack_strips(
 
 
 def _unpack_floats(
-    k: Kernel, dtype: str, strip: Value, row: Value, elements: tuple[Value, Value], to: Value, step: int
+    k: Emitter, dtype: str, strip: Value, row: Value, elements: tuple[Value, Value], to: Value, step: int
 ) -> None:
     n, size = rows_of_vector(k.level), SIZES[dtype]
     (first, end), at = elements, strip + row * size
@@ -155,7 +155,7 @@ def _unpack_floats(
 
 
 def _unpack_blocks(
-    k: Kernel, dtype: str, strip: Value, row: Value, elements: tuple[Value, Value], to: Value, step: int
+    k: Emitter, dtype: str, strip: Value, row: Value, elements: tuple[Value, Value], to: Value, step: int
 ) -> None:
     n, form = rows_of_vector(k.level), FORMS[dtype]
     with k.loop(elements[0] // form.block, elements[1] // form.block) as block:
@@ -172,7 +172,7 @@ def _unpack_blocks(
             _store_rows(k, columns, to + block * (4 * form.block) + 4 * first, step)
 
 
-def _store_rows(k: Kernel, columns: list[Value], to: Value, step: int) -> None:
+def _store_rows(k: Emitter, columns: list[Value], to: Value, step: int) -> None:
     """Write the lanes of elements, as many as lanes, as rows `step` bytes apart."""
     for r, values in enumerate(transposed(columns)):
         k.store(values, to + r * step)

@@ -17,35 +17,35 @@ from ggmlb.backends.llvm.kernels.blocks import IQ4, Fields
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 
 MOST_FLOAT = 3.4028234663852886e38
 """The largest number in float32."""
 
 
-def _inverse(k: Kernel, d: Value) -> Value:
+def _inverse(k: Emitter, d: Value) -> Value:
     """Return `1 / d` in each lane; 0 where `d` is 0."""
     return k.select(d.equals(0.0), k.const(F32, 0), 1.0 / d).splat(32)
 
 
-def _magnitude(k: Kernel, x: Value) -> Value:
+def _magnitude(k: Emitter, x: Value) -> Value:
     """Return the largest absolute value, ignoring NaN."""
     return greatest(k, k.maximum(k.generic("fabs", x), 0.0))
 
 
-def _largest(k: Kernel, x: Value) -> Value:
+def _largest(k: Emitter, x: Value) -> Value:
     """The value that is farthest from 0, the first of equals; 0 if there is none."""
     magnitude = _magnitude(k, x)
     return k.select(magnitude > 0.0, _first(k, x, k.generic("fabs", x).equals(magnitude.splat(32))), 0.0)
 
 
-def _first(k: Kernel, x: Value, mask: Value) -> Value:
+def _first(k: Emitter, x: Value, mask: Value) -> Value:
     """The first lane that a mask has; any if it has none."""
     return x[k.call("llvm.cttz.i32", I32, mask.bits(I32), k.const(I1, 0)) & 31]
 
 
-def _codes(k: Kernel, x: Value, most: int) -> Value:
+def _codes(k: Emitter, x: Value, most: int) -> Value:
     """The integers in `x`, at most `most`; 0 where no code stands for a value, as for NaN."""
     is_code = (x > -1.0) & (x < 256.0)
     return k.minimum(k.select(is_code, x, 0.0).to_int(), most).trunc(I8)
@@ -59,7 +59,7 @@ def _total_in_order(x: Value) -> Value:
     return total
 
 
-def _put_codes(at: Fields, k: Kernel, codes: Value, p: Value) -> None:
+def _put_codes(at: Fields, k: Emitter, codes: Value, p: Value) -> None:
     """Store codes of four bits, or of five."""
     if "qh" in at:
         k.store(((codes & 16) > 0).bits(I32), p + at["qh"])
@@ -67,7 +67,7 @@ def _put_codes(at: Fields, k: Kernel, codes: Value, p: Value) -> None:
     k.store(low | (high << 4), p + at["qs"])
 
 
-def _q8_0(at: Fields, k: Kernel, x: Value, p: Value) -> None:
+def _q8_0(at: Fields, k: Emitter, x: Value, p: Value) -> None:
     d = _magnitude(k, x) / 127.0
     k.store(to_half(k, d), p + at["d"])
     codes = k.generic("round", x * _inverse(k, d))
@@ -75,7 +75,7 @@ def _q8_0(at: Fields, k: Kernel, x: Value, p: Value) -> None:
     k.store(k.select(is_code, codes, 0.0).to_int().trunc(I8), p + at["qs"])
 
 
-def _symmetric(at: Fields, k: Kernel, x: Value, p: Value) -> None:
+def _symmetric(at: Fields, k: Emitter, x: Value, p: Value) -> None:
     """q4_0 and q5_0, with a fifth bit: the value that is farthest from 0 has the lowest code."""
     half = 16 if "qh" in at else 8
     d = _largest(k, x) / float(-half)
@@ -84,7 +84,7 @@ def _symmetric(at: Fields, k: Kernel, x: Value, p: Value) -> None:
     _put_codes(at, k, codes, p)
 
 
-def _from_least(at: Fields, k: Kernel, x: Value, p: Value) -> None:
+def _from_least(at: Fields, k: Emitter, x: Value, p: Value) -> None:
     """q4_1 and q5_1: codes count from the least value on."""
     most, end = 31 if "qh" in at else 15, k.const(x.type, MOST_FLOAT)
     least = fold(k, k.select(x < end, x, end), k.minimum)
@@ -96,7 +96,7 @@ def _from_least(at: Fields, k: Kernel, x: Value, p: Value) -> None:
     _put_codes(at, k, codes, p)
 
 
-def _iq4_nl(at: Fields, k: Kernel, x: Value, p: Value) -> None:
+def _iq4_nl(at: Fields, k: Emitter, x: Value, p: Value) -> None:
     """Each value gets the nearest level; then the scale that fits best, large values counting more."""
     largest = _largest(k, x)
     d = largest / float(IQ4[0])
@@ -113,7 +113,7 @@ def _iq4_nl(at: Fields, k: Kernel, x: Value, p: Value) -> None:
     _put_codes(at, k, codes, p)
 
 
-WRITERS: dict[str, Callable[[Kernel, Value, Value], None]] = {
+WRITERS: dict[str, Callable[[Emitter, Value, Value], None]] = {
     name: partial(write, DType.parse(name).codec.offsets)
     for name, write in (
         ("q4_0", _symmetric), ("q4_1", _from_least), ("q5_0", _symmetric), ("q5_1", _from_least),

@@ -10,13 +10,13 @@ from ggmlb.backends.llvm.codegen.value import F32, I32, I64, Value, vec
 from ggmlb.backends.llvm.kernels.convert import convert, row_number
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 MOST_PAIRS = 1024
 
 
 def rope(
-    k: Kernel,
+    k: Emitter,
     dtypes: Sequence[str],
     width: int,
     interleaved: bool,
@@ -81,7 +81,7 @@ def rope(
 
 
 def _turn(
-    k: Kernel,
+    k: Emitter,
     dtypes: Sequence[str],
     at: tuple[Value, Value],
     turn: tuple[Value, Value],

@@ -10,24 +10,24 @@ from ggmlb.backends.llvm.kernels.interleaved import BITS, ROWS, fields_of
 from ggmlb.backends.llvm.kernels.tiles import transposed
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 _INTS = {1: I8, 2: I16, 4: I32}
 _VECTOR = 16
 """Bytes of a row that are moved at a time."""
 
 
-def pack(k: Kernel, dtype: str, size: int) -> None:
+def pack(k: Emitter, dtype: str, size: int) -> None:
     """Write strips of rows whose blocks have `size` bytes: `strips, rows, n_blocks, n_strips`."""
     _move(k, dtype, size, to_rows=False)
 
 
-def unpack(k: Kernel, dtype: str, size: int) -> None:
+def unpack(k: Emitter, dtype: str, size: int) -> None:
     """Write what `pack` was given; arguments as there."""
     _move(k, dtype, size, to_rows=True)
 
 
-def _move(k: Kernel, dtype: str, size: int, to_rows: bool) -> None:
+def _move(k: Emitter, dtype: str, size: int, to_rows: bool) -> None:
     strips, rows, n_blocks, n_strips = k.ints(4)
     with k.loop(0, n_strips) as number:
         start = number * n_blocks * (ROWS * size)
@@ -50,7 +50,7 @@ def _move(k: Kernel, dtype: str, size: int, to_rows: bool) -> None:
         blocks(whole, n_blocks, 1)
 
 
-def _turn(k: Kernel, rows: list[Value], strip: Value, unit: int, n_units: int, to_rows: bool) -> None:
+def _turn(k: Emitter, rows: list[Value], strip: Value, unit: int, n_units: int, to_rows: bool) -> None:
     """Move units of 16 rows, in squares: as many units as rows."""
     done = 0
     while done < n_units:
@@ -67,7 +67,7 @@ def _turn(k: Kernel, rows: list[Value], strip: Value, unit: int, n_units: int, t
         done += n
 
 
-def _turn_bits(k: Kernel, rows: list[Value], strip: Value, to_rows: bool) -> None:
+def _turn_bits(k: Emitter, rows: list[Value], strip: Value, to_rows: bool) -> None:
     """Move 32 bits of 16 rows: those of four neighbours, of an even row and the next, make a byte."""
     four, half = vec(I8, 4), range(0, ROWS, 2)
     bytes_, pairs = range(4), vec(I8, ROWS // 2)

@@ -15,7 +15,7 @@ from ggmlb.backends.llvm.codegen.value import Value
 from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
 
     Finish = Callable[[Value, Value, Value, Value | None], Value]
     """Of results, their row of activations, the first one's row of the weight, and a mask."""
@@ -54,7 +54,7 @@ class Epilogue(NamedTuple):
     added: bool = False
     function: str | None = None
 
-    def read(self, k: Kernel) -> Finish | None:
+    def read(self, k: Emitter) -> Finish | None:
         """Read the arguments: where what is added lies, and bytes from one row of it to the next, or 0."""
         if self == Epilogue():
             return None
@@ -85,7 +85,7 @@ def transposed(vectors: Sequence[Value]) -> list[Value]:
 
 
 def store(
-    k: Kernel,
+    k: Emitter,
     sums: list[list[Value]],
     place: Written,
     first: Value,

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Emitter
     from ggmlb.backends.llvm.codegen.value import Value
 
 ALIGNED = 64
 """Parts of a row begin at multiples of this many elements."""
 
 
-class Row:
+class RowPart:
     """A row, or a part of one.
 
     Attributes:
@@ -40,7 +40,7 @@ class Row:
 
 
 @contextmanager
-def rows(k: Kernel, n_operands: int) -> Iterator[Row]:
+def rows(k: Emitter, n_operands: int) -> Iterator[RowPart]:
     """Run the block for each row, or part of a row, of the chunk."""
     n0, n1, n2, n3, n_parts = k.ints(5)
     operands = [k.ints(4) for _ in range(n_operands)]
@@ -52,10 +52,10 @@ def rows(k: Kernel, n_operands: int) -> Iterator[Row]:
         i1, rest = row % n1, row // n1
         i2, i3 = rest % n2, rest // n2
         at = [p + i1 * nb1 + i2 * nb2 + i3 * nb3 for p, nb1, nb2, nb3 in operands]
-        yield Row(n0, at, start, stop, (i1, i2, i3))
+        yield RowPart(n0, at, start, stop, (i1, i2, i3))
 
 
-def lanes(k: Kernel, start: Value, stop: Value, body: Callable[[Value, Value | None], None]) -> None:
+def lanes(k: Emitter, start: Value, stop: Value, body: Callable[[Value, Value | None], None]) -> None:
     """Call `body(i, mask)` for elements `i` on, as many as a vector has; the last time with a mask."""
     n = k.level.lanes
     whole = start + (stop - start) // n * n

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.common.formulas import alibi_slopes
 from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import attention
-from ggmlb.backends.llvm.kernels.attention_units import MANY_ROWS, Shape, record_nbytes, scratch_nbytes
+from ggmlb.backends.llvm.kernels.attention_units import MANY_ROWS, HeadParams, record_nbytes, scratch_nbytes
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.tiles import columns
 from ggmlb.backends.llvm.lowering.rules import READ, RULES, name
@@ -60,7 +60,7 @@ def _flash_attn(node: Tensor, steps: Steps) -> None:
     mask, sinks = node.optional(3), node.optional(4)
     p = node.params
     softcap = float(p["logit_softcap"])
-    shape = Shape(
+    shape = HeadParams(
         k.ne[0], v.ne[0], name(q), name(k), name(v), mask is not None, sinks is not None, softcap != 0
     )
     group = q.ne[2] // k.ne[2]

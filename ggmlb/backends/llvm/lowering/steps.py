@@ -23,7 +23,7 @@ from ggmlb.system.progress import Task
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.backend import LlvmBackend
-    from ggmlb.backends.llvm.kernels.activations import Layout
+    from ggmlb.backends.llvm.kernels.activations import ActivationLayout
 
     Ints = npt.NDArray[np.int64]
 
@@ -50,7 +50,7 @@ def symbol(slot: int, offset: int = 0) -> int:
 
 
 @dataclass(slots=True)
-class Step:
+class KernelStep:
     """A kernel with its arguments; the work is done in chunks, perhaps by several threads."""
 
     kernel: int
@@ -59,7 +59,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredSteps:
     """The steps of an item, for all items of its kind.
 
     Attributes:
@@ -82,14 +82,16 @@ class Lowered:
     slots: Ints
     n_scratch: int
     n_activations: int
-    made: tuple[int, Layout] | None
+    made: tuple[int, ActivationLayout] | None
     shares: bool
     kept: list[Any]
 
 
 _NONE: Final[Ints] = np.zeros(0, np.int64)
 
-NOTHING: Final = Lowered(0, np.zeros((0, STEP_WORDS), np.int64), _NONE, _NONE, _NONE, 0, 0, None, False, [])
+NOTHING: Final = LoweredSteps(
+    0, np.zeros((0, STEP_WORDS), np.int64), _NONE, _NONE, _NONE, 0, 0, None, False, []
+)
 """The steps of an item that has nothing to compute."""
 
 
@@ -112,17 +114,17 @@ class Steps:
         backend: LlvmBackend,
         task: Task,
         operands: Mapping[Tensor, int],
-        made: tuple[int, Layout] | None,
+        made: tuple[int, ActivationLayout] | None,
     ) -> None:
         self.library = backend.library
         self.n_threads = backend.pool.n
         self._task = task
         self._operands = operands
-        self._steps: list[Step] = []
+        self._steps: list[KernelStep] = []
         self._kept: list[Any] = []
         self._n_scratch = self._n_activations = 0
         self._there = made
-        self._made: tuple[int, Layout] | None = None
+        self._made: tuple[int, ActivationLayout] | None = None
 
     @property
     def report(self) -> tuple[int, int]:
@@ -148,7 +150,7 @@ class Steps:
         self._kept.append(array)
         return int(array.ctypes.data)
 
-    def activations(self, tensor: Tensor, nbytes: int, layout: Layout) -> tuple[int, bool]:
+    def activations(self, tensor: Tensor, nbytes: int, layout: ActivationLayout) -> tuple[int, bool]:
         """Return memory for a tensor's values as bytes, and whether they lie there so already."""
         key = (self._operands[tensor] & ~_OFFSET & ~_SYMBOL) >> _SLOT_BITS, layout
         there = self._there == key
@@ -181,9 +183,11 @@ class Steps:
             args: In the order in which it asks for them.
             n_chunks: From `chunks`.
         """
-        self._steps.append(Step(self.library.address(kernel, tuple(params), self._task), args, n_chunks))
+        self._steps.append(
+            KernelStep(self.library.address(kernel, tuple(params), self._task), args, n_chunks)
+        )
 
-    def lowered(self) -> Lowered:
+    def lowered(self) -> LoweredSteps:
         """Return the steps; none can follow."""
         steps = self._steps
         words = np.zeros((len(steps), STEP_WORDS), np.int64)
@@ -197,7 +201,7 @@ class Steps:
             args[i] = found & _OFFSET
         formats = "".join("d" if isinstance(a, float) else "q" for a in args)
         slots = [(found & ~_SYMBOL) >> _SLOT_BITS for found in symbols.values()]
-        return Lowered(
+        return LoweredSteps(
             n_steps=len(steps),
             words=words,
             args=np.frombuffer(struct.pack("=" + formats, *args), np.int64),
