@@ -96,6 +96,10 @@ def op(
     return give
 
 
+GLUS = [op for op in GluOp if op is not GluOp.SWIGLU_OAI]
+"""Gated units without parameters."""
+
+
 def glu_split(value: Any) -> Any:
     ctx = Context()
     return ctx.glu_split(f32(ctx, 4), f32(ctx, 4), value).params["op"]
@@ -190,8 +194,8 @@ PLAIN = (DType.F32, DType.F16)
 ARGUMENTS: dict[str, Argument] = {
     "Context.argsort.order": argument(SortOrder, op("argsort", "order", 4)),
     "Context.flash_attn_ext_set_prec.prec": argument(Prec, attention),
-    "Context.glu.op": argument(GluOp, op("glu", "op", 4)),
-    "Context.glu_split.op": argument(GluOp, glu_split),
+    "Context.glu.op": argument(GluOp, op("glu", "op", 4), *GLUS),
+    "Context.glu_split.op": argument(GluOp, glu_split, *GLUS),
     "Context.interpolate.mode": argument(ScaleMode, op("interpolate", "mode", 4, 4, more=(8, 8, 1, 1))),
     "Context.mul_mat_set_hint.hint": argument(Hint, product("mul_mat_set_hint", "hint")),
     "Context.mul_mat_set_prec.prec": argument(Prec, product("mul_mat_set_prec", "prec")),

@@ -270,7 +270,7 @@ FLASH = HeadParams(64, 64, "f32", "q8_0", "f16", True, True, True)
         (byte_tiles.quantized, ("q6_k", False, 3, tiles.Epilogue()), "sdot"),
         (float_bands.floats, ("f32", "f32", 4), "fmla"),
         (float_tiles.floats, ("f16", "f32", False, 6, tiles.Epilogue(True, "gelu")), "fmla"),
-        (activations.quantize, ("f32", activations.Layout(wide=True)), "frintx"),
+        (activations.quantize, ("f32", activations.ActivationLayout(wide=True)), "frintx"),
         (convert.copy, ("q8_0", "f32"), "frinta"),
         (convert.copy, ("iq4_nl", "f32"), "tbl"),
         (attention.few, (FLASH, 4, False), "fmla"),

@@ -101,8 +101,10 @@ class IndexedGraph:
         if self.foreign:
             bases = self.bases  # a view is where its base is, or will be
             self.outside = [i for i, b in enumerate(self.buffers) if b is not None and bases[i] < 0]
-        if any([b.is_freed for b in self.foreign]):
-            self.check_freed()
+        if freed := {b for b in self.foreign if b.is_freed}:
+            self.check_freed()  # else they are those of views, which follow their source
+            self.foreign -= freed
+            self.buffers = [None if b in freed else b for b in self.buffers]
 
     def _add_unlisted(self, nodes: Sequence[Tensor]) -> None:
         numbers, users, tensors = self.numbers, self.users, self.tensors
