@@ -9,6 +9,7 @@ from typing import Final
 
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu import Defines, Kernel, Launch, source
+from ggmlb.backends.gpu.source import tensor_words
 
 OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use
 """NVRTC's options, equal for all kernels, because CuPy queries the compiler's version for each set."""
@@ -33,14 +34,9 @@ def layout(kernel: Kernel) -> struct.Struct:
 
 
 @lru_cache(512)
-def address_words(kernel: Kernel) -> tuple[int, ...]:
+def address_words(kernel: Kernel) -> list[int]:
     """Return where the addresses of tensors are in a kernel's argument block, in words of 8 bytes."""
-    before, words = "@", list[int]()
-    for param in kernel.params:
-        if param.kind == "tensor":
-            words.append(struct.calcsize(f"{before}0q") // 8)
-        before += FORMATS[param.kind]
-    return tuple(words)
+    return tensor_words(kernel, FORMATS)
 
 
 def argument_block(launch: Launch, base: Callable[[Mem], int]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -120,15 +121,25 @@ def packed_args(kernel: Kernel) -> struct.Struct:
     return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
 
-@cache
-def offset_words(kernel: Kernel) -> tuple[int, ...]:
-    """Return where the offsets of tensors are in `packed_args`, in words of 8 bytes."""
+def tensor_words(kernel: Kernel, formats: Mapping[str, str]) -> list[int]:
+    """Return where tensors begin in a kernel's arguments, in words of 8 bytes.
+
+    Args:
+        kernel: The kernel.
+        formats: The layout of each kind of parameter, as `struct` has it.
+    """
     layout, words = "@", list[int]()
     for param in kernel.params:
         if param.kind == "tensor":
             words.append(struct.calcsize(f"{layout}0q") // 8)
-        layout += _PACKED[param.kind][1]
-    return tuple(words)
+        layout += formats[param.kind]
+    return words
+
+
+@cache
+def offset_words(kernel: Kernel) -> list[int]:
+    """Return where the offsets of tensors are in `packed_args`, in words of 8 bytes."""
+    return tensor_words(kernel, {kind: layout for kind, (_, layout) in _PACKED.items()})
 
 
 def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
