@@ -1,6 +1,6 @@
 """Programs, and the libraries that build and compute them alike: ggmlb, ggml, and NumPy for some.
 
-Ops and sizes are those of the ops' records (`OpSpec.perf`), which `ggmlb test --mode perf` takes too.
+Ops and sizes are those of the kit's records (`ggmlb.testing.ops`), which `ggmlb test --mode perf` takes too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from ggmlb.core import dtypes
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
-from ggmlb.core.ops import SPECS
-from ggmlb.core.ops.spec import Perf
+from ggmlb.testing.ops import RECORDS
+from ggmlb.testing.ops.record import Perf
 from ggmlb.testing.perf import leaf_data
 
 PAGE = mmap.PAGESIZE
@@ -71,8 +71,8 @@ class Case:
 
 def recorded(*fns: str) -> Iterator[Perf]:
     """Yield the sizes of the records of these functions; of all if none is named."""
-    for spec in SPECS.values():
-        yield from (perf for perf in spec.perf if not fns or perf.fn in fns)
+    for record in RECORDS.values():
+        yield from (perf for perf in record.perf if not fns or perf.fn in fns)
 
 
 class Library:

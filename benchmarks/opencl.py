@@ -26,7 +26,7 @@ from turns import Players, arguments
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
-from ggmlb.core.ops.spec import Perf
+from ggmlb.testing.ops.record import Perf
 
 sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.opencl_runtimes import environment

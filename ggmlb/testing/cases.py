@@ -21,16 +21,16 @@ from typing import Final
 import numpy as np
 
 from ggmlb.core.errors import ArgumentError, Error
-from ggmlb.core.ops import SPECS
-from ggmlb.core.ops.spec import Family
 from ggmlb.testing.draw import Choices, Program
+from ggmlb.testing.ops import RECORDS
+from ggmlb.testing.ops.record import Family
 
 FAMILIES: Final[dict[str, Family]] = {
-    name: draw for spec in SPECS.values() for name, draw in spec.cases.items()
+    name: draw for record in RECORDS.values() for name, draw in record.families.items()
 }
 """Functions that draw programs, by the name of the family."""
 
-NOT_OF_GGML: Final = frozenset(name for spec in SPECS.values() if not spec.of_ggml for name in spec.cases)
+NOT_OF_GGML: Final = frozenset(name for r in RECORDS.values() if not r.of_ggml for name in r.families)
 """Families whose programs only Python computes, not ggml."""
 
 TIMES = 2

@@ -8,11 +8,11 @@ from typing import Final
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import DTypeError, ShapeError
-from ggmlb.core.ops import SPECS
-from ggmlb.core.ops.spec import Sample
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
 from ggmlb.testing.cases import cases_of
+from ggmlb.testing.ops import RECORDS
+from ggmlb.testing.ops.record import Sample
 from ggmlb.testing.results import CaseResult
 
 MODES = ("test", "support")
@@ -20,7 +20,7 @@ MODES = ("test", "support")
 
 
 SAMPLES: Final[dict[str, Sample]] = {
-    name: make for spec in SPECS.values() for name, make in spec.samples.items()
+    name: make for record in RECORDS.values() for name, make in record.samples.items()
 }
 """A small node of every op, by its name in the table of `ggmlb ops`."""
 

@@ -1,6 +1,6 @@
 """Drawing of programs: some leafs, steps that lay them out in memory, and the tested op.
 
-A family is a function that draws such programs, in the op's module of `ggmlb.core.ops`. A `Choices`
+A family is a function that draws such programs (`ggmlb.testing.ops`). A `Choices`
 object decides: the kit's covers every choice (`cases.py`), hypothesis's draws at random and shrinks.
 """
 
@@ -11,15 +11,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
-from ggmlb.core.ops.spec import GAPS, OUTER, PADDED, PERMUTED, PLAIN, Extents
 from ggmlb.testing.programs import Case, ProgramStep, Spec
+
+PLAIN: Final = "plain"
+"""Contiguous."""
+PADDED: Final = "padded"
+"""A window of a larger tensor, with gaps between rows, planes and cubes."""
+GAPS: Final = "gaps"
+"""A window with gaps between rows only."""
+OUTER: Final = "outer"
+"""Permuted dimensions, except the innermost."""
+PERMUTED: Final = "permuted"
+"""Permuted dimensions."""
+
+Extents = tuple[int, ...]
 
 # Inside `Program` the builtin names are methods.
 Integer: TypeAlias = int

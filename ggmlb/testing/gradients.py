@@ -30,6 +30,7 @@ from ggmlb.interface.registry import device_by_name
 from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.compute import refusal
 from ggmlb.testing.devices import weight_memories
+from ggmlb.testing.ops import RECORDS
 from ggmlb.testing.placing import alloc_weight, weight_of
 from ggmlb.testing.results import CaseResult, Outcome
 
@@ -51,7 +52,7 @@ WEIGHTS: Final = "weights of the loss"
 MOST_NMSE: Final = 1e-4
 """Allowed error of a gradient beyond that of the differences."""
 
-FAMILIES: Final = frozenset(name for spec in SPECS.values() if spec.backward for name in spec.cases)
+FAMILIES: Final = frozenset(name for op, r in RECORDS.items() if SPECS[op].backward for name in r.families)
 """Families of ops that have a rule."""
 
 

@@ -25,12 +25,12 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, DeviceType, Op
 from ggmlb.core.errors import AllocationError, ArgumentError, DTypeError, ShapeError, one_line
 from ggmlb.core.graph import Graph
-from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.devices import weight_memories
+from ggmlb.testing.ops import RECORDS
 from ggmlb.testing.placing import alloc_weight
 from ggmlb.testing.results import CaseResult, Outcome
 
@@ -107,7 +107,7 @@ class PeakRates:
         return max(self.product_gflop_s.items(), key=lambda of: of[1], default=("", 0.0))
 
 
-CASES: Final = tuple(PerfCase(p.fn, p.id, p.build) for spec in SPECS.values() for p in spec.perf)
+CASES: Final = tuple(PerfCase(p.fn, p.id, p.build) for record in RECORDS.values() for p in record.perf)
 """The timed cases of the ops' records, in the order of the table."""
 
 

@@ -10,6 +10,7 @@ from ggmlb.core.enums import Op
 from ggmlb.core.ops import SPECS
 from ggmlb.core.ops.spec import unchanged
 from ggmlb.interface.registry import device_by_name
+from ggmlb.testing.ops import RECORDS
 from ggmlb.testing.results import Outcome
 from ggmlb.testing.run import Runner, Selection, tasks
 from tests.meta.broken.ops import WrongOp, wrong
@@ -38,7 +39,7 @@ def test_a_rule_that_is_wrong_is_found(op, i, monkeypatch):
         return None if found is None else c.scale(found, 1.1)
 
     monkeypatch.setitem(SPECS, op, replace(spec, backward={**spec.backward, i: too_large}))
-    families = spec.cases or (ELSEWHERE[op],)
+    families = RECORDS[op].families or (ELSEWHERE[op],)
     assert Outcome.FAILED in outcomes(device_by_name("CPU"), families)
 
 

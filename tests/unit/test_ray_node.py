@@ -24,7 +24,7 @@ from ggmlb import BackendBroken, BackendError, Context, DType, Error, FreedError
 from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import Node, versions
 from ggmlb.backends.ray.wire import NONE, ForgedError, graph_record, packed, read_graph, unpacked, unsendable
-from ggmlb.core.ops import SPECS
+from ggmlb.testing.ops import RECORDS
 from ggmlb.testing.programs import load_cases
 
 SIZE = 4096
@@ -352,8 +352,8 @@ def test_results_have_the_extents_of_what_they_read(device: str, op: str) -> Non
 
 def graphs() -> Iterator[tuple[str, Graph]]:
     """Yield a graph of each sample of each op, in each type, and of each golden case."""
-    for spec in SPECS.values():
-        for (name, sample), dtype in itertools.product(spec.samples.items(), DType):
+    for record in RECORDS.values():
+        for (name, sample), dtype in itertools.product(record.samples.items(), DType):
             with suppress(Error):
                 yield name, Graph().build_forward_expand(sample(Context(), dtype))
     for case in load_cases("tests/golden/programs"):
@@ -376,7 +376,7 @@ def test_graphs_come_as_they_were() -> None:
             near = {k: pytest.approx(v) if isinstance(v, float) else v for k, v in node.params.items()}
             assert got.params == near, name
             assert [type(got.params[k]) for k in near] == [type(v) for v in node.params.values()], name
-    assert seen >= {op for op, spec in SPECS.items() if spec.of_ggml}
+    assert seen >= {op for op, record in RECORDS.items() if record.of_ggml}
 
 
 def test_functions_are_not_sent() -> None:

@@ -105,15 +105,13 @@ OP = '''\
     def sum('''
 OP_SPEC = """\
 SPECS = (
-    OpSpec(
-        Op.TOY,
-        params=("more",),
-        inplace=1,
-        shard=elementwise,
-        samples={"toy": lambda c, t: c.toy(main(c, t))},
-        cases={"toy": lambda p: p.out("toy", p.operand(F32, p.ne(), *ROWS, beyond=ANY), p.float(0.1, 1))},
-        perf=(Perf("toy", "f32", lambda c, s: c.toy(rows(c, s), 0.5)),),
-    ),
+    OpSpec(Op.TOY, params=("more",), inplace=1, shard=elementwise),
+"""
+OP_CASES = """
+
+@cases(Op.TOY, on_main("toy"), on_rows("toy", 0.5))
+def toy(p: Program) -> None:
+    p.out("toy", p.operand(F32, p.ne(), *ROWS, beyond=ANY), p.float(0.1, 1))
 """
 OP_RULE = '''
 
@@ -160,6 +158,7 @@ def test_a_new_op(tree: Tree) -> None:
     tree.replace(family, "    def sum(", OP)
     tree.replace(family, "import per_row", "import elementwise, per_row")
     tree.replace(family, "SPECS = (\n", OP_SPEC)
+    tree.append("ggmlb/testing/ops/rows.py", OP_CASES)
     tree.append("ggmlb/backends/cpu/ops/reduce.py", OP_RULE)
     tree.run("-c", OP_PROGRAM)
     assert passed(tree, "CPU,Meta(CPU,CPU)", "--ops", "toy") == {"test", "support", "perf"}

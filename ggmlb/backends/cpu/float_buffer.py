@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.backends.common.packed_buffer import PackedBuffer
+from ggmlb.backends.common.rules import FLOATS
 from ggmlb.backends.common.weight_memory import misplaced, weight_in
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError, ShapeError
-from ggmlb.core.ops.spec import FLOATS
 from ggmlb.core.tensor import Ne, Tensor, same_layout
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes

@@ -6,8 +6,6 @@ FLASH_ATTN_EXT has `src = (q, k, v, mask, sinks)`, the last two None where absen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, Prec, as_enum
 from ggmlb.core.ops.base import (
@@ -21,13 +19,9 @@ from ggmlb.core.ops.base import (
 )
 from ggmlb.core.ops.matmul import can_mul_mat
 from ggmlb.core.ops.softmax import add_sinks
-from ggmlb.core.ops.spec import BF16, F16, F32, OUTER, PADDED, PLAIN, ROW, OpSpec, Perf, f32, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, first_cut, has_operand
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 
 class AttentionOps(OpBase):
@@ -89,12 +83,7 @@ class AttentionOps(OpBase):
                 )
         elif max_bias > 0:
             fail_arg(fn, f"max_bias {max_bias} needs a mask")
-        params = {
-            "scale": scale,
-            "max_bias": max_bias,
-            "logit_softcap": logit_softcap,
-            "prec": Prec.DEFAULT,
-        }
+        params = {"scale": scale, "max_bias": max_bias, "logit_softcap": logit_softcap, "prec": Prec.DEFAULT}
         return self._op(Op.FLASH_ATTN_EXT, DType.F32, (w[0], n[2], n[1], n[3]), (q, k, v, mask, None), params)
 
     def flash_attn_ext_set_prec(self, a: Tensor, prec: Prec | int | str) -> Tensor:
@@ -190,58 +179,9 @@ def _shard_flash_attn_ext(node: Tensor, states: States) -> ShardOutcome | None:
     return ShardOutcome(heads.moved(1 if axis == 2 else axis), wants[: len(states)])
 
 
-# -- cases ---
-
-
-def _draw_flash_attn_ext(p: Program) -> None:
-    dtype = p.one_of(F32, F16, DType.Q8_0, DType.Q4_0, beyond=(BF16,))
-    d, dv = 32 * p.int(1, 3), 32 * p.int(1, 2)
-    heads_kv, batch, n_kv, n_q = p.int(1, 3), p.extra(1, 2), p.extent(40, 300), p.extent(7, 40)
-    heads = heads_kv * p.extra(1, 3)
-    q = p.operand(F32, (d, n_q, heads, batch), PLAIN, PADDED, OUTER)
-    layouts = (PLAIN, PADDED, *([OUTER] if dtype.block_size == 1 else []))
-    k = p.operand(dtype, (d, n_kv, heads_kv, batch), *layouts)
-    v = p.operand(dtype, (dv, n_kv, heads_kv, batch), *layouts)
-    mask, max_bias = None, 0.0
-    if p.bool():
-        mask = p.mask(F16, (n_kv, n_q, p.one_of(1, heads), p.one_of(1, batch)))
-        max_bias = p.one_of(0.0, 8.0)
-    p.nmse = 5e-4
-    y = p.step("flash_attn_ext", q, k, v, mask, p.float(0.05, 0.5), max_bias, p.one_of(0.0, 5.0))
-    if p.bool():
-        p.void("flash_attn_ext_add_sinks", y, p.leaf(F32, (heads,)))
-    p.compare(y)
-
-
-def _sample_flash_attn(c: Context, t: DType) -> Tensor:
-    k, v = main(c, t, ROW, 32, 2), main(c, t, ROW, 32, 2)
-    return c.flash_attn_ext(f32(c, ROW, 4, 4), k, v, c.new_tensor(F16, (32, 4)), 0.1)
-
-
-def _perf(kv: int, n: int, dtype: DType) -> Perf:
-    def build(c: Context, s: int) -> Tensor:
-        k, v = (c.new_tensor(dtype, (128, kv, 2 * s)) for _ in range(2))
-        return c.flash_attn_ext(f32(c, 128, n, 8 * s), k, v, c.new_tensor(F16, (kv, n)), 0.1)
-
-    return Perf("flash_attn_ext", f"f32,{dtype.name.lower()};n={n},kv={kv}", build)
-
-
 SPECS = (
     OpSpec(
-        Op.FLASH_ATTN_EXT,
-        params=("scale", "max_bias", "logit_softcap", "prec"),
-        shard=_shard_flash_attn_ext,
-        samples={"flash_attn_ext": _sample_flash_attn},
-        cases={"flash_attn_ext": _draw_flash_attn_ext},
-        perf=tuple(_perf(kv, n, t) for t in (F16, DType.Q8_0) for kv, n in ((4096, 1), (1024, 512))),
-    ),  # prec: Prec
-    OpSpec(
-        Op.FLASH_ATTN_BACK,
-        params=("masked",),
-        samples={
-            "flash_attn_back": lambda c, t: c.flash_attn_back(
-                main(c, t, 32, 4, 2), f32(c, 32, 8, 2), f32(c, 8, 32, 2), f32(c, 32, 4, 2), False
-            )
-        },
+        Op.FLASH_ATTN_EXT, params=("scale", "max_bias", "logit_softcap", "prec"), shard=_shard_flash_attn_ext
     ),
+    OpSpec(Op.FLASH_ATTN_BACK, params=("masked",)),
 )

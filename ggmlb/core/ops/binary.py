@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
@@ -17,34 +16,12 @@ from ggmlb.core.ops.base import (
     require_repeat,
     require_type,
 )
-from ggmlb.core.ops.spec import (
-    ANY,
-    BF16,
-    F16,
-    F32,
-    I32,
-    PADDED,
-    PLAIN,
-    ROW,
-    ROWS,
-    OpSpec,
-    Perf,
-    cut_out,
-    f32,
-    i32,
-    main,
-    passed_on,
-    rows,
-    summed,
-    tolerance,
-    window,
-)
+from ggmlb.core.ops.spec import OpSpec, cut_out, passed_on, summed
 from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, elementwise
 from ggmlb.core.tensor import Tensor, extent_nbytes
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 Binary = Callable[["BinaryOps", Tensor, Tensor], Tensor]
 
@@ -251,122 +228,19 @@ def _back_div_b(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.neg(summed(c, c.mul(grad, c.div(node, b)), b))
 
 
-# -- cases ---
-
-
-BLOCKS_32 = (DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0)
-
-
-def _draw_binary(name: str, p: Program) -> None:
-    a, b = p.one_of((F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32), beyond=((F32, F16),))
-    small = p.ne(24, 4, 3, 2)
-    large = tuple(n * p.extra(1, 3) for n in small)
-    p.nmse = tolerance(a, b)
-    positive: Any = {"low": 0.5, "high": 2}
-    x = p.operand(a, large, *ROWS, beyond=ANY)
-    y = p.operand(b, small, *ROWS, beyond=ANY, **positive)
-    p.out(name + p.one_of("", "_inplace"), x, y)
-
-
-def _draw_add_blocks(p: Program) -> None:
-    ne = p.ne(3, 5, 3, 2)
-    ne = (32 * ne[0], *ne[1:])
-    p.nmse, p.rule = 1e-3, "dequant"
-    p.out("add", p.leaf(p.one_of(*BLOCKS_32), ne), p.operand(F32, ne, *ROWS))
-
-
-def _draw_add_cast(p: Program) -> None:
-    ne = p.ne()
-    p.nmse = 1e-6
-    p.out("add_cast", p.leaf(F16, ne), p.leaf(F32, ne), F32)
-
-
-def _draw_add1(p: Program) -> None:
-    a, b = p.one_of((F32, F32), (F16, F32), (F16, F16), (BF16, F32), (BF16, BF16))
-    p.nmse = tolerance(a, b)
-    p.out(p.one_of("add1", "add1_inplace"), p.leaf(a, p.ne()), p.leaf(b, (1,)))
-
-
-def _draw_add_id(p: Program) -> None:
-    n, n_used, n_tokens, _ = p.ne(70, 5, 6)
-    n_experts = p.int(1, 6)
-    ids = p.random.integers(0, n_experts, (n_tokens, n_used + 2))
-    if p.bool():
-        many = p.leaf(I32, (n_used + 2, n_tokens), ids)
-        chosen = p.step("view_2d", many, n_used, n_tokens, 4 * (n_used + 2), 4)
-    else:
-        chosen = p.leaf(I32, (n_used, n_tokens), ids[:, :n_used])
-    a = p.operand(F32, (n, n_used, n_tokens), *ROWS)
-    p.out("add_id", a, p.operand(F32, (n, n_experts), PLAIN, PADDED), chosen)
-
-
-def _draw_acc(p: Program) -> None:
-    a, b, nb, offset = window(p, F32)
-    p.out(p.one_of("acc", "acc_inplace"), a, b, *nb, offset)
-
-
 SPECS = (
     OpSpec(
         Op.ADD,
         backward={0: passed_on, 1: lambda c, t, g: summed(c, g, t.operand(1))},
         inplace=2,
         shard=elementwise,
-        samples={"add": lambda c, t: c.add(main(c, t), f32(c, ROW, 4))},
-        cases={
-            "add": partial(_draw_binary, "add"),
-            "add of blocks": _draw_add_blocks,
-            "add_cast": _draw_add_cast,
-        },
-        perf=(
-            Perf("add", "f32,f32", lambda c, s: c.add(rows(c, s), rows(c, s))),
-            Perf("add", "f32,f32;one row", lambda c, s: c.add(rows(c, s), rows(c, s, n=1))),
-        ),
     ),
+    OpSpec(Op.ADD_ID, backward={0: passed_on, 1: _back_add_id}, inplace=1, shard=_shard_add_id),
+    OpSpec(Op.ADD1, backward={0: passed_on, 1: lambda c, t, g: c.sum(g)}, inplace=1),
     OpSpec(
-        Op.ADD_ID,
-        backward={0: passed_on, 1: _back_add_id},
-        inplace=1,
-        shard=_shard_add_id,
-        samples={"add_id": lambda c, t: c.add_id(main(c, t, ROW, 2, 3), f32(c, ROW, 4), i32(c, 2, 3))},
-        cases={"add_id": _draw_add_id},
+        Op.ACC, backward={0: passed_on, 1: _back_window}, params=("nb1", "nb2", "nb3", "offset", "inplace")
     ),
-    OpSpec(
-        Op.ADD1,
-        backward={0: passed_on, 1: lambda c, t, g: c.sum(g)},
-        inplace=1,
-        samples={"add1": lambda c, t: c.add1(main(c, t), f32(c, 1))},
-        cases={"add1": _draw_add1},
-    ),
-    OpSpec(
-        Op.ACC,
-        backward={0: passed_on, 1: _back_window},
-        params=("nb1", "nb2", "nb3", "offset", "inplace"),
-        samples={"acc": lambda c, t: c.acc(main(c, t), f32(c, ROW, 2), 4 * ROW, 8 * ROW, 8 * ROW, 0)},
-        cases={"acc": _draw_acc},
-    ),
-    OpSpec(
-        Op.SUB,
-        backward={0: passed_on, 1: _back_sub},
-        inplace=2,
-        shard=elementwise,
-        samples={"sub": lambda c, t: c.sub(main(c, t), f32(c, ROW, 4))},
-        cases={"sub": partial(_draw_binary, "sub")},
-    ),
-    OpSpec(
-        Op.MUL,
-        backward={0: _back_mul_a, 1: _back_mul_b},
-        inplace=2,
-        shard=elementwise,
-        samples={"mul": lambda c, t: c.mul(main(c, t), f32(c, ROW, 4))},
-        cases={"mul": partial(_draw_binary, "mul")},
-        perf=(Perf("mul", "f32,f32", lambda c, s: c.mul(rows(c, s), rows(c, s))),),
-    ),
-    OpSpec(
-        Op.DIV,
-        backward={0: _back_div_a, 1: _back_div_b},
-        inplace=2,
-        shard=elementwise,
-        samples={"div": lambda c, t: c.div(main(c, t), f32(c, ROW, 4))},
-        cases={"div": partial(_draw_binary, "div")},
-    ),
+    OpSpec(Op.SUB, backward={0: passed_on, 1: _back_sub}, inplace=2, shard=elementwise),
+    OpSpec(Op.MUL, backward={0: _back_mul_a, 1: _back_mul_b}, inplace=2, shard=elementwise),
+    OpSpec(Op.DIV, backward={0: _back_div_a, 1: _back_div_b}, inplace=2, shard=elementwise),
 )

@@ -6,19 +6,14 @@ ARANGE has the params `start, stop, step`; FILL `value`; TRI `type` (a `TriType`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TriType, as_enum
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_contiguous, require_type
-from ggmlb.core.ops.spec import ANY, BF16, F16, F32, PADDED, PLAIN, ROW, OpSpec, main, no_such_node, unchanged
+from ggmlb.core.ops.spec import OpSpec, unchanged
 from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.testing.draw import Program
 
 
 class ConstantOps(OpBase):
@@ -100,68 +95,10 @@ class ConstantOps(OpBase):
         return self._op(Op.TIMESTEP_EMBEDDING, DType.F32, ne, (timesteps,), params)
 
 
-# -- cases ---
-
-
-def _draw_tri(p: Program) -> None:
-    p.nmse = 0
-    n = p.int(1, 12)
-    p.out("tri", p.leaf(F32, (n, n, p.extra(1, 3), p.extra(1, 2))), p.one_of(*TriType))
-
-
-def _draw_diag(p: Program) -> None:
-    p.nmse = 0
-    p.out("diag", p.operand(F32, (p.int(1, 12), 1, p.extra(1, 3), p.extra(1, 2)), PLAIN, PADDED))
-
-
-def _draw_fill(p: Program) -> None:
-    p.nmse = 0
-    p.out(
-        p.one_of("fill", "fill_inplace"),
-        p.operand(p.one_of(F32, F16, beyond=(BF16,)), p.ne(), PLAIN, beyond=ANY),
-        p.float(-5, 5),
-    )
-
-
-def _draw_arange(p: Program) -> None:
-    start, step = p.float(-5, 5), p.float(0.125, 2)
-    p.nmse = 1e-12
-    p.out("arange", start, start + p.int(1, 40) * step, step)
-
-
-def _draw_timestep_embedding(p: Program) -> None:
-    p.nmse = 1e-6
-    steps = p.leaf(F32, (p.int(1, 6),), low=0, high=50)
-    p.out("timestep_embedding", steps, p.int(2, 40), p.one_of(100, 10000))
-
-
 SPECS = (
-    OpSpec(Op.DIAG, samples={"diag": lambda c, t: c.diag(main(c, t, ROW))}, cases={"diag": _draw_diag}),
-    OpSpec(
-        Op.ARANGE,
-        params=("start", "stop", "step"),
-        samples={"arange": lambda c, t: c.arange(0, 8) if t == F32 else no_such_node(t)},
-        cases={"arange": _draw_arange},
-    ),
-    OpSpec(
-        Op.TIMESTEP_EMBEDDING,
-        params=("dim", "max_period"),
-        samples={"timestep_embedding": lambda c, t: c.timestep_embedding(main(c, t, 8), 64)},
-        cases={"timestep_embedding": _draw_timestep_embedding},
-    ),
-    OpSpec(
-        Op.TRI,
-        params=("type",),
-        samples={"tri": lambda c, t: c.tri(main(c, t, ROW, ROW), TriType.LOWER)},
-        cases={"tri": _draw_tri},
-    ),  # TriType
-    OpSpec(
-        Op.FILL,
-        backward={0: unchanged},
-        params=("value",),
-        inplace=1,
-        shard=elementwise,
-        samples={"fill": lambda c, t: c.fill(main(c, t), 1.0)},
-        cases={"fill": _draw_fill},
-    ),
+    OpSpec(Op.DIAG),
+    OpSpec(Op.ARANGE, params=("start", "stop", "step")),
+    OpSpec(Op.TIMESTEP_EMBEDDING, params=("dim", "max_period")),
+    OpSpec(Op.TRI, params=("type",)),
+    OpSpec(Op.FILL, backward={0: unchanged}, params=("value",), inplace=1, shard=elementwise),
 )

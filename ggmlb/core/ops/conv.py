@@ -8,37 +8,20 @@ d1, is_2d`; IM2COL_3D `s0..s2, p0..p2, d0..d2, ic`; COL2IM_1D `s0, oc, p0`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import fail_arg, fail_shape, full_ne, require_contiguous, require_type
-from ggmlb.core.ops.conv_direct import draw_conv_2d, draw_conv_3d, places
+from ggmlb.core.ops.conv_direct import places
 from ggmlb.core.ops.copy import CopyOps
 from ggmlb.core.ops.matmul import MatmulOps
-from ggmlb.core.ops.spec import (
-    BF16,
-    F16,
-    F32,
-    PADDED,
-    PLAIN,
-    POSITIVE,
-    OpSpec,
-    Perf,
-    f32,
-    geometry,
-    main,
-    tolerance,
-    unchanged,
-    window_places,
-)
+from ggmlb.core.ops.spec import OpSpec, unchanged
 from ggmlb.core.ops.views import ViewOps
 from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 
 class ConvOps(CopyOps, MatmulOps, ViewOps):
@@ -330,131 +313,13 @@ def _back_im2col(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.im2col_back(grad, kernel, data.ne, s0, s1, p0, p1, d0, d1, p["is_2d"])
 
 
-# -- cases ---
-
-
-def _draw_im2col_2d(p: Program) -> None:
-    n, k, s, q, d = geometry(p, 2)
-    channels, dtype = p.int(1, 4), p.one_of(F32, F16)
-    p.nmse = 0
-    kernel = p.leaf(dtype, (*k, channels, p.extra(1, 3)))
-    p.out("im2col", kernel, p.leaf(F32, (*n, channels, p.extra(1, 2))), *s, *q, *d, True, dtype)
-
-
-def _draw_im2col_1d(p: Program) -> None:
-    n, k, s, q, d = geometry(p, 1)
-    channels, dtype = p.int(1, 4), p.one_of(F32, F16)
-    p.nmse = 0
-    kernel, data = p.leaf(dtype, (*k, channels, p.extra(1, 3))), p.leaf(F32, (*n, channels, p.extra(1, 3)))
-    p.out("im2col", kernel, data, *s, 0, *q, 0, *d, 0, False, dtype)
-
-
-def _draw_im2col_back(p: Program) -> None:
-    n, k, s, q, d = geometry(p, 2)
-    channels, batch = p.int(1, 4), p.extra(1, 2)
-    grad = p.leaf(F32, (k[0] * k[1] * channels, *window_places(n, k, s, q, d), batch))
-    kernel = p.leaf(F32, (*k, channels, 1))
-    p.nmse = 1e-6
-    p.out("im2col_back", grad, kernel, [*n, channels, batch], *s, *q, *d, True)
-
-
-def _draw_im2col_3d(p: Program) -> None:
-    n, k, s, q, d = geometry(p, 3)
-    channels, dtype = p.int(1, 3), p.one_of(F32, F16)
-    p.nmse = 0
-    kernel = p.leaf(dtype, (*k, channels * p.int(1, 2)))
-    data = p.operand(F32, (*n, channels * p.int(1, 2)), PLAIN, PADDED)
-    p.out("im2col_3d", kernel, data, channels, *s, *q, *d, dtype)
-
-
-def _draw_col2im_1d(p: Program) -> None:
-    channels, taps, places, stride = p.int(1, 4), p.int(1, 5), p.int(1, 9), p.int(1, 3)
-    padding = p.int(0, min(2, ((places - 1) * stride + taps - 1) // 2))
-    dtype = p.one_of(F32, F16, BF16)
-    p.nmse = tolerance(dtype)
-    p.out("col2im_1d", p.leaf(dtype, (taps * channels, places)), stride, channels, padding)
-
-
-def _draw_conv_1d(name: str, p: Program) -> None:
-    n, k, s, q, d = geometry(p, 1)
-    channels = p.int(1, 4)
-    p.nmse = 1e-5
-    depthwise = "dw" in name
-    kernel = p.leaf(
-        F16, (*k, 1 if depthwise else channels, channels if depthwise else p.int(1, 4)), **POSITIVE
-    )
-    # ggml's conv_1d returns a batch with its dimensions in the wrong order.
-    p.out(name, kernel, p.leaf(F32, (*n, channels), **POSITIVE), *s, *q, *d)
-
-
-def _draw_conv_2d_dw(p: Program) -> None:
-    n, k, s, q, d = geometry(p, 2)
-    channels = p.int(1, 5)
-    p.nmse = 1e-5
-    kernel = p.leaf(F16, (*k, 1, channels), **POSITIVE)
-    p.out("conv_2d_dw", kernel, p.leaf(F32, (*n, channels, p.extra(1, 3)), **POSITIVE), *s, *q, *d)
-
-
 SPECS = (
     OpSpec(
         Op.IM2COL,
         backward={0: unchanged, 1: _back_im2col},
         params=("s0", "s1", "p0", "p1", "d0", "d1", "is_2d"),
-        samples={
-            "im2col": lambda c, t: c.im2col(main(c, t, 3, 3, 2, 4), f32(c, 16, 16, 2), 1, 1, 1, 1, 1, 1, True)
-        },
-        cases={
-            "im2col of two dimensions": _draw_im2col_2d,
-            "im2col of one dimension": _draw_im2col_1d,
-            "conv_1d": partial(_draw_conv_1d, "conv_1d"),
-            "conv_1d_dw": partial(_draw_conv_1d, "conv_1d_dw"),
-            "conv_2d": partial(draw_conv_2d, "conv_2d"),
-            "conv_2d_dw": _draw_conv_2d_dw,
-        },
-        perf=(
-            Perf(
-                "im2col",
-                "f16,f32",
-                lambda c, s: c.im2col(
-                    c.new_tensor(F16, (3, 3, 64, 1)),
-                    c.new_tensor(F32, (32 * s, 32 * s, 64)),
-                    1,
-                    1,
-                    1,
-                    1,
-                    1,
-                    1,
-                    True,
-                    F16,
-                ),
-            ),
-        ),
     ),
-    OpSpec(
-        Op.IM2COL_BACK,
-        backward={1: unchanged},
-        params=("s0", "s1", "p0", "p1", "d0", "d1", "is_2d"),
-        samples={
-            "im2col_back": lambda c, t: c.im2col_back(
-                main(c, t, 18, 8, 7, 2), f32(c, 3, 3, 2, 3), (8, 7, 2, 2), 1, 1, 1, 1, 1, 1, True
-            )
-        },
-        cases={"im2col_back": _draw_im2col_back},
-    ),
-    OpSpec(
-        Op.IM2COL_3D,
-        params=("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2", "ic"),
-        samples={
-            "im2col_3d": lambda c, t: c.im2col_3d(
-                main(c, t, 3, 3, 3, 2), f32(c, 8, 8, 8, 1), 1, 1, 1, 1, 0, 0, 0, 1, 1, 1
-            )
-        },
-        cases={"im2col_3d": _draw_im2col_3d, "conv_3d": partial(draw_conv_3d, "conv_3d")},
-    ),
-    OpSpec(
-        Op.COL2IM_1D,
-        params=("s0", "oc", "p0"),
-        samples={"col2im_1d": lambda c, t: c.col2im_1d(main(c, t, 12, 7), 2, 3)},
-        cases={"col2im_1d": _draw_col2im_1d},
-    ),
+    OpSpec(Op.IM2COL_BACK, backward={1: unchanged}, params=("s0", "s1", "p0", "p1", "d0", "d1", "is_2d")),
+    OpSpec(Op.IM2COL_3D, params=("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2", "ic")),
+    OpSpec(Op.COL2IM_1D, params=("s0", "oc", "p0")),
 )

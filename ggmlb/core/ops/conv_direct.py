@@ -8,17 +8,12 @@ d1`; CONV_3D `s0..s2, p0..p2, d0..d2, c, n, oc`; CONV_TRANSPOSE_1D `s0, p0, d0`;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape
-from ggmlb.core.ops.spec import ANY, F16, F32, PADDED, PLAIN, OpSpec, Perf, conv_values, f32, geometry, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.testing.draw import Program
 
 
 class ConvDirectOps(OpBase):
@@ -151,12 +146,7 @@ class ConvDirectOps(OpBase):
             fail_shape(fn, f"a must have ne[3] = {b.ne[2]}, the channels of b", a, b)
         if stride < 1:
             fail_arg(fn, f"stride is {stride}; it must be positive")
-        ne = (
-            (b.ne[0] - 1) * stride + a.ne[0],
-            (b.ne[1] - 1) * stride + a.ne[1],
-            a.ne[2],
-            b.ne[3],
-        )
+        ne = ((b.ne[0] - 1) * stride + a.ne[0], (b.ne[1] - 1) * stride + a.ne[1], a.ne[2], b.ne[3])
         return self._op(Op.CONV_TRANSPOSE_2D, DType.F32, ne, (a, b), {"stride": stride})
 
 
@@ -185,113 +175,10 @@ def places(
     return sizes, params
 
 
-# -- cases ---
-
-
-def draw_conv_2d(name: str, p: Program) -> None:
-    """Draw a convolution of planes, by way of im2col or direct."""
-    n, k, s, q, d = geometry(p, 2)
-    channels, dtype = p.int(1, 5), p.one_of(F32, F16)
-    p.nmse = 1e-5
-    kernel = p.leaf(dtype, (*k, channels, p.int(1, 5)), **conv_values(dtype))
-    layouts = ANY if name == "conv_2d_direct" else ()
-    p.out(
-        name,
-        kernel,
-        p.operand(F32, (*n, channels, p.extra(1, 3)), *layouts, **conv_values(dtype)),
-        *s,
-        *q,
-        *d,
-    )
-
-
-def draw_conv_3d(name: str, p: Program) -> None:
-    """Draw a convolution of volumes, by way of im2col or direct."""
-    n, k, s, q, d = geometry(p, 3)
-    channels, out, batch, dtype = p.int(1, 3), p.int(1, 3), p.int(1, 2), p.one_of(F32, F16)
-    p.nmse = 1e-5
-    kernel = p.leaf(dtype, (*k, channels * out), **conv_values(dtype))
-    data = p.leaf(F32, (*n, channels * batch), **conv_values(dtype))
-    if name == "conv_3d":
-        p.out(name, kernel, data, channels, *s, *q, *d)
-    else:
-        p.out(name, kernel, data, *s, *q, *d, channels, batch, out)
-
-
-def _draw_conv_2d_dw_direct(p: Program) -> None:
-    n, k, s, q, d = geometry(p, 2)
-    channels, batch = p.int(2, 9), p.extra(1, 3)
-    p.nmse = 1e-6
-    if p.bool() and n != (1, 1):  # channels innermost; ggml takes the kernel of one place to be packed
-        kernel = p.step("permute", p.leaf(F32, (channels, 1, *k)), 3, 2, 0, 1)
-        data = p.step("permute", p.leaf(F32, (channels, *n, batch)), 2, 0, 1, 3)
-    else:
-        kernel, data = p.leaf(F32, (*k, 1, channels)), p.leaf(F32, (*n, channels, batch))
-    p.out("conv_2d_dw_direct", kernel, data, *s, *q, *d)
-
-
-def _draw_conv_transpose_1d(p: Program) -> None:
-    channels, dtype = p.int(1, 6), p.one_of(F32, F16)
-    p.nmse = 1e-6 if dtype is F32 else 1e-5
-    kernel = p.operand(dtype, (p.int(1, 5), p.int(1, 5), channels), PLAIN, PADDED, **conv_values(dtype))
-    data = p.operand(F32, (p.int(1, 12), channels), PLAIN, PADDED, **conv_values(dtype))
-    p.out("conv_transpose_1d", kernel, data, p.int(1, 4), 0, 1)
-
-
-def _draw_conv_transpose_2d(p: Program) -> None:
-    channels, dtype = p.int(1, 6), p.one_of(F32, F16)
-    p.nmse = 1e-6 if dtype is F32 else 1e-5
-    kernel = p.leaf(dtype, (p.int(1, 4), p.int(1, 4), p.int(1, 5), channels), **conv_values(dtype))
-    data = p.leaf(F32, (p.int(1, 7), p.int(1, 7), channels), **conv_values(dtype))
-    p.out("conv_transpose_2d_p0", kernel, data, p.int(1, 4))
-
-
 SPECS = (
-    OpSpec(
-        Op.CONV_TRANSPOSE_1D,
-        params=("s0", "p0", "d0"),
-        samples={"conv_transpose_1d": lambda c, t: c.conv_transpose_1d(main(c, t, 3, 4, 2), f32(c, 16, 2))},
-        cases={"conv_transpose_1d": _draw_conv_transpose_1d},
-    ),
-    OpSpec(
-        Op.CONV_2D,
-        params=("s0", "s1", "p0", "p1", "d0", "d1"),
-        samples={"conv_2d": lambda c, t: c.conv_2d_direct(main(c, t, 3, 3, 2, 4), f32(c, 16, 16, 2))},
-        cases={"conv_2d_direct": partial(draw_conv_2d, "conv_2d_direct")},
-        perf=(
-            Perf(
-                "conv_2d_direct",
-                "f16,f32",
-                lambda c, s: c.conv_2d_direct(
-                    c.new_tensor(F16, (3, 3, 64, 64)), c.new_tensor(F32, (32 * s, 32 * s, 64))
-                ),
-            ),
-        ),
-    ),
-    OpSpec(
-        Op.CONV_3D,
-        params=("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2", "c", "n", "oc"),
-        samples={
-            "conv_3d": lambda c, t: c.conv_3d_direct(
-                main(c, t, 3, 3, 3, 8), f32(c, 8, 8, 8, 2), 1, 1, 1, 0, 0, 0, 1, 1, 1, 2, 1, 4
-            )
-        },
-        cases={"conv_3d_direct": partial(draw_conv_3d, "conv_3d_direct")},
-    ),
-    OpSpec(
-        Op.CONV_2D_DW,
-        params=("s0", "s1", "p0", "p1", "d0", "d1"),
-        samples={"conv_2d_dw": lambda c, t: c.conv_2d_dw_direct(main(c, t, 3, 3, 1, 4), f32(c, 16, 16, 4))},
-        cases={"conv_2d_dw_direct": _draw_conv_2d_dw_direct},
-    ),
-    OpSpec(
-        Op.CONV_TRANSPOSE_2D,
-        params=("stride",),
-        samples={
-            "conv_transpose_2d": lambda c, t: c.conv_transpose_2d_p0(
-                main(c, t, 2, 2, 4, 2), f32(c, 8, 8, 2), 2
-            )
-        },
-        cases={"conv_transpose_2d": _draw_conv_transpose_2d},
-    ),
+    OpSpec(Op.CONV_TRANSPOSE_1D, params=("s0", "p0", "d0")),
+    OpSpec(Op.CONV_2D, params=("s0", "s1", "p0", "p1", "d0", "d1")),
+    OpSpec(Op.CONV_3D, params=("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2", "c", "n", "oc")),
+    OpSpec(Op.CONV_2D_DW, params=("s0", "s1", "p0", "p1", "d0", "d1")),
+    OpSpec(Op.CONV_TRANSPOSE_2D, params=("stride",)),
 )

@@ -12,35 +12,12 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_dtype, fail_shape, require_type
 from ggmlb.core.ops.binary import window_params
-from ggmlb.core.ops.spec import (
-    ANY,
-    BF16,
-    F16,
-    F32,
-    I32,
-    I64,
-    PADDED,
-    PLAIN,
-    READ_ONLY,
-    ROW,
-    ROWS,
-    WEIGHTS,
-    OpSpec,
-    Perf,
-    cut_out,
-    f32,
-    main,
-    passed_on,
-    rows,
-    unchanged,
-    window,
-)
+from ggmlb.core.ops.spec import OpSpec, cut_out, passed_on, unchanged
 from ggmlb.core.sharding import ShardOutcome, States
 from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 
 class CopyOps(OpBase):
@@ -176,104 +153,13 @@ def _back_set_window(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return cut_out(c, grad, node.operand(1), p["offset"], (p["nb1"], p["nb2"], p["nb3"]))
 
 
-# -- cases ---
-
-
-def _draw_set(p: Program) -> None:
-    a, b, nb, offset = window(p, p.one_of(F32, I32))
-    p.nmse = 0
-    p.out(p.one_of("set", "set_inplace"), a, b, *nb, offset)
-
-
-def _draw_dup(p: Program) -> None:
-    p.nmse = 0
-    fn = p.one_of("dup", beyond=("dup_inplace",))
-    p.out(fn, p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY))
-
-
-def _draw_cont(p: Program) -> None:
-    p.nmse = 0
-    x = p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY)
-    p.out("cont", p.step("transpose", x) if p.bool() else x)
-
-
-def _draw_cast(p: Program) -> None:
-    a, b = p.one_of(F32, F16, BF16), p.one_of(F32, F16, BF16)
-    p.nmse = 0
-    p.out("cast", p.operand(a, p.ne(), *ANY), b)
-
-
-def _draw_cpy(p: Program) -> None:
-    a, b = p.one_of(F32, F16, BF16), p.one_of(F32, F16, BF16)
-    ne = p.ne()
-    p.nmse = 0
-    p.out("cpy", p.operand(a, ne, *ANY), p.operand(b, ne, PLAIN, PADDED))
-
-
-def _draw_cpy_reshaped(p: Program) -> None:
-    a, b = p.one_of(F32, F16), p.one_of(F32, F16)
-    x, y, z = p.int(1, 9), p.int(1, 6), p.int(1, 4)
-    p.nmse = 0
-    p.out("cpy", p.operand(a, (x, y, z), *ANY), p.leaf(b, (y * z, x)))
-
-
-def _draw_cpy_to_blocks(p: Program) -> None:
-    dtype = p.one_of(*WEIGHTS)
-    ne = p.ne(3, 5, 3, 2)
-    ne = (ne[0] * dtype.block_size, *ne[1:])
-    p.nmse, p.rule = 1e-3, "dequant"
-    p.out("cpy", p.operand(F32, ne, *ROWS), p.leaf(dtype, ne))
-
-
-def _draw_cpy_from_blocks(p: Program) -> None:
-    dtype = p.one_of(*WEIGHTS, beyond=READ_ONLY)
-    ne = p.ne(3, 5, 3, 2)
-    ne = (ne[0] * dtype.block_size, *ne[1:])
-    p.out("cpy", p.operand(dtype, ne, PLAIN, beyond=ROWS), p.leaf(F32, ne))
-
-
 SPECS = (
-    OpSpec(
-        Op.DUP,
-        backward={0: passed_on},
-        shard=_shard_copy,
-        samples={"dup": lambda c, t: c.dup(main(c, t))},
-        cases={"dup": _draw_dup},
-    ),
+    OpSpec(Op.DUP, backward={0: passed_on}, shard=_shard_copy),
     OpSpec(
         Op.SET,
         backward={0: _back_set, 1: _back_set_window},
         params=("nb1", "nb2", "nb3", "offset", "inplace"),
-        samples={"set": lambda c, t: c.set_2d(main(c, t), main(c, t, ROW, 2), DType.row_size(t, ROW), 0)},
-        cases={"set": _draw_set},
     ),
-    OpSpec(
-        Op.CPY,
-        backward={0: passed_on, 1: unchanged},
-        shard=_shard_copy,
-        samples={
-            "cpy (from f32)": lambda c, t: c.cpy(f32(c, ROW, 4), main(c, t)),
-            "cpy (to f32)": lambda c, t: c.cpy(main(c, t), f32(c, ROW, 4)),
-        },
-        cases={
-            "cast": _draw_cast,
-            "cpy": _draw_cpy,
-            "cpy to another shape": _draw_cpy_reshaped,
-            "cpy to blocks": _draw_cpy_to_blocks,
-            "cpy from blocks": _draw_cpy_from_blocks,
-        },
-        perf=(
-            Perf("cpy", "f32,f32", lambda c, s: c.cpy(rows(c, s, F32, 4096), rows(c, s, F32, 4096))),
-            Perf("cpy", "f32,f16", lambda c, s: c.cpy(rows(c, s, F32, 4096), rows(c, s, F16, 4096))),
-            Perf("cpy", "f32,q8_0", lambda c, s: c.cpy(rows(c, s), rows(c, s, DType.Q8_0))),
-        ),
-    ),
-    OpSpec(
-        Op.CONT,
-        backward={0: passed_on},
-        shard=_shard_copy,
-        samples={"cont": lambda c, t: c.cont(main(c, t))},
-        cases={"cont": _draw_cont},
-        perf=(Perf("cont", "f32,transposed", lambda c, s: c.cont(c.transpose(rows(c, s, F32, 1024 * s)))),),
-    ),
+    OpSpec(Op.CPY, backward={0: passed_on, 1: unchanged}, shard=_shard_copy),
+    OpSpec(Op.CONT, backward={0: passed_on}, shard=_shard_copy),
 )

@@ -16,22 +16,17 @@ except the one that calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.arguments import alias
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, full_ne
-from ggmlb.core.ops.spec import ANY, BF16, F16, F32, I32, PLAIN, ROW, Extents, OpSpec, f32, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.testing.draw import Program
 
 N_TASKS_MAX: Final = -1
 """`n_tasks` for as many tasks as the backend has threads (GGML_N_TASKS_MAX)."""
@@ -148,116 +143,9 @@ def _params(fn: str, operands: Sequence[str], fun: Custom, n_tasks: int, userdat
     return {"fun": fun, "n_tasks": n_tasks, "userdata": userdata}
 
 
-# -- cases ---
-
-
-TASKS = (1, 2, 5, N_TASKS_MAX)
-
-
-def _drawn_check(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
-    """Raise unless the arrays and the share of work are as documented."""
-    found = [array.shape for array in (dst, *operands)]
-    if any(shape != ne[::-1] for shape in found):
-        raise ValueError(f"arrays have the shapes {found}; all tensors have ne {list(ne)}")
-    if not 0 <= ith < nth:
-        raise ValueError(f"the share is {ith} of {nth}")
-
-
-def _drawn_mean(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
-    """Write every `nth` row of a sum of halves."""
-    _drawn_check(dst, operands, ith, nth, ne)
-    rows = dst[:, :, ith::nth]
-    total = np.zeros(rows.shape, np.float32)
-    for array in operands:
-        total += array[:, :, ith::nth].astype(np.float32) / 2
-    rows[...] = total.astype(dst.dtype)
-
-
-def half_of_one(dst: Array, a: Array, ith: int, nth: int, ne: Extents) -> None:
-    """`a / 2`."""
-    _drawn_mean(dst, (a,), ith, nth, ne)
-
-
-def half_of_two(dst: Array, a: Array, b: Array, ith: int, nth: int, ne: Extents) -> None:
-    """`a / 2 + b / 2`."""
-    _drawn_mean(dst, (a, b), ith, nth, ne)
-
-
-def half_of_three(dst: Array, a: Array, b: Array, c: Array, ith: int, nth: int, ne: Extents) -> None:
-    """`a / 2 + b / 2 + c / 2`."""
-    _drawn_mean(dst, (a, b, c), ith, nth, ne)
-
-
-def half_of_all(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
-    """Half of the sum of all operands."""
-    _drawn_mean(dst, operands, ith, nth, ne)
-
-
-FUNCTIONS = (half_of_one, half_of_two, half_of_three)
-
-
-def _drawn_operands(p: Program, dtype: DType, ne: Extents, n: int) -> list[str]:
-    return [p.operand(dtype, ne, *ANY), *(p.operand(F32, ne, *ANY) for _ in range(n - 1))]
-
-
-def _draw_map_custom(n: int, p: Program) -> None:
-    inplace = p.bool()
-    dtype, ne = p.one_of(F32, F16, BF16, I32), p.ne()
-    operands = _drawn_operands(p, dtype, ne, n)
-    p.nmse = 0
-    name = f"map_custom{n}{'_inplace' if inplace else ''}"
-    p.out(name, *operands, FUNCTIONS[n - 1], p.one_of(*TASKS), ne)
-
-
-def _draw_custom_4d(p: Program) -> None:
-    n, result = p.int(1, 5), p.one_of(F32, F16, I32)
-    dtype = p.one_of(F32, F16, BF16, I32, DType.Q8_0, DType.Q4_K)
-    ne = (dtype.block_size * p.int(1, 2), *p.ne(1, 6, 4, 3)[1:]) if dtype.block_size > 1 else p.ne()
-    operands = [p.operand(dtype, ne, PLAIN) for _ in range(n)]
-    p.nmse = 0
-    p.out("custom_4d", result, *ne, operands, half_of_all, p.one_of(*TASKS), ne)
-
-
-def _draw_custom_inplace(p: Program) -> None:
-    n, ne = p.int(0, 4), p.ne()
-    operands = [p.operand(F32, ne, *ANY) for _ in range(n)]
-    p.nmse = 0
-    p.out("custom_inplace", p.operand(F32, ne, *ANY), operands, half_of_all, p.one_of(*TASKS), ne)
-
-
-def _nothing(*arrays: object) -> None:
-    """A user's function."""
-
-
 SPECS = (
-    OpSpec(
-        Op.MAP_CUSTOM1,
-        params=("fun", "n_tasks", "userdata"),
-        samples={"map_custom1": lambda c, t: c.map_custom1(main(c, t), _nothing)},
-        cases={"map_custom1": partial(_draw_map_custom, 1)},
-        of_ggml=False,
-    ),
-    OpSpec(
-        Op.MAP_CUSTOM2,
-        params=("fun", "n_tasks", "userdata"),
-        samples={"map_custom2": lambda c, t: c.map_custom2(main(c, t), f32(c, ROW, 4), _nothing)},
-        cases={"map_custom2": partial(_draw_map_custom, 2)},
-        of_ggml=False,
-    ),
-    OpSpec(
-        Op.MAP_CUSTOM3,
-        params=("fun", "n_tasks", "userdata"),
-        samples={
-            "map_custom3": lambda c, t: c.map_custom3(main(c, t), f32(c, ROW, 4), f32(c, ROW, 4), _nothing)
-        },
-        cases={"map_custom3": partial(_draw_map_custom, 3)},
-        of_ggml=False,
-    ),
-    OpSpec(
-        Op.CUSTOM,
-        params=("fun", "n_tasks", "userdata"),
-        samples={"custom_4d": lambda c, t: c.custom_4d(F32, ROW, 4, 1, 1, [main(c, t)], _nothing)},
-        cases={"custom_4d": _draw_custom_4d, "custom_inplace": _draw_custom_inplace},
-        of_ggml=False,
-    ),
+    OpSpec(Op.MAP_CUSTOM1, params=("fun", "n_tasks", "userdata")),
+    OpSpec(Op.MAP_CUSTOM2, params=("fun", "n_tasks", "userdata")),
+    OpSpec(Op.MAP_CUSTOM3, params=("fun", "n_tasks", "userdata")),
+    OpSpec(Op.CUSTOM, params=("fun", "n_tasks", "userdata")),
 )

@@ -6,16 +6,12 @@ DSV4_HC_COMB has the params `eps, n_iter`; the others have none.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_int32, require_type
-from ggmlb.core.ops.spec import F16, F32, LOPSIDED, PADDED, PLAIN, WEIGHTS, OpSpec, f32, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.tensor import Ne, Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.testing.draw import Program
 
 
 class DeepSeekOps(OpBase):
@@ -139,77 +135,9 @@ def _check(fn: str, *expected: tuple[Tensor, Ne]) -> None:
             fail_shape(fn, f"the first operand named must have ne {list(ne)}", tensor, *operands)
 
 
-# -- cases ---
-
-
-def _draw_lightning_indexer(p: Program) -> None:
-    dtype = p.one_of(F32, F16, *WEIGHTS)
-    d = p.int(1, 2) * dtype.block_size if dtype.block_size > 1 else p.int(1, 70)
-    heads, n_q, n_kv, streams = p.int(1, 5), p.extent(5, 20), p.extent(30, 200), p.int(1, 2)
-    p.nmse = 1e-6 if dtype is F32 else 5e-4  # as of products
-    q = p.operand(F32, (d, heads, n_q, streams), PLAIN, PADDED, **LOPSIDED)
-    k = p.operand(dtype, (d, 1, n_kv, streams), PLAIN, PADDED, **LOPSIDED)
-    mask = p.leaf(p.one_of(F32, F16), (n_kv, n_q, 1, streams))
-    p.out("lightning_indexer", q, k, p.leaf(F32, (heads, n_q, 1, streams)), mask)
-
-
-def _draw_dsv4_hc_pre(p: Program) -> None:
-    n, hc, tokens, _ = p.ne(70, 5, 6)
-    p.nmse = 1e-6
-    p.out("dsv4_hc_pre", p.leaf(F32, (n, hc, tokens)), p.leaf(F32, (hc, tokens), low=0.1))
-
-
-def _draw_dsv4_hc_post(p: Program) -> None:
-    n, hc, tokens, _ = p.ne(70, 5, 6)
-    p.nmse = 1e-6
-    streams = p.leaf(F32, (n, hc, tokens))
-    p.out(
-        "dsv4_hc_post",
-        p.leaf(F32, (n, tokens)),
-        streams,
-        p.leaf(F32, (hc, tokens)),
-        p.leaf(F32, (hc, hc, tokens)),
-    )
-
-
-def _draw_dsv4_hc_comb(p: Program) -> None:
-    hc, tokens = 4, p.extent(6, 100)
-    n = 2 * hc + hc * hc
-    p.nmse = 1e-6
-    mixes = p.leaf(F32, (n, tokens), low=-3, high=3)
-    p.out("dsv4_hc_comb", mixes, p.leaf(F32, (3,), low=0.5), p.leaf(F32, (n,)), 1e-6, p.int(1, 6))
-
-
 SPECS = (
-    OpSpec(
-        Op.LIGHTNING_INDEXER,
-        samples={
-            "lightning_indexer": lambda c, t: c.lightning_indexer(
-                f32(c, 128, 4, 3), main(c, t, 128, 1, 24), f32(c, 4, 3), c.new_tensor(F16, (24, 3))
-            )
-        },
-        cases={"lightning_indexer": _draw_lightning_indexer},
-    ),
-    OpSpec(
-        Op.DSV4_HC_PRE,
-        samples={"dsv4_hc_pre": lambda c, t: c.dsv4_hc_pre(main(c, t, 31, 4, 5), f32(c, 4, 5))},
-        cases={"dsv4_hc_pre": _draw_dsv4_hc_pre},
-    ),
-    OpSpec(
-        Op.DSV4_HC_POST,
-        samples={
-            "dsv4_hc_post": lambda c, t: c.dsv4_hc_post(
-                main(c, t, 31, 5), f32(c, 31, 4, 5), f32(c, 4, 5), f32(c, 4, 4, 5)
-            )
-        },
-        cases={"dsv4_hc_post": _draw_dsv4_hc_post},
-    ),
-    OpSpec(
-        Op.DSV4_HC_COMB,
-        params=("eps", "n_iter"),
-        samples={
-            "dsv4_hc_comb": lambda c, t: c.dsv4_hc_comb(main(c, t, 24, 5), f32(c, 3), f32(c, 24), 1e-6, 4)
-        },
-        cases={"dsv4_hc_comb": _draw_dsv4_hc_comb},
-    ),
+    OpSpec(Op.LIGHTNING_INDEXER),
+    OpSpec(Op.DSV4_HC_PRE),
+    OpSpec(Op.DSV4_HC_POST),
+    OpSpec(Op.DSV4_HC_COMB, params=("eps", "n_iter")),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import GluOp, Op, UnaryOp, as_enum
 from ggmlb.core.ops.base import (
@@ -20,14 +20,13 @@ from ggmlb.core.ops.base import (
     method,
     require_finite,
 )
-from ggmlb.core.ops.spec import F16, F32, GAPS, PLAIN, OpSpec, Perf, Sample, flat, main, tolerance
+from ggmlb.core.ops.spec import OpSpec, flat
 from ggmlb.core.ops.unary import DERIVATIVES
 from ggmlb.core.sharding import ShardOutcome, SplitState, States, elementwise, per_row
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 Glu = Callable[["GluOps", Tensor], Tensor]
 GluSplit = Callable[["GluOps", Tensor, Tensor], Tensor]
@@ -182,47 +181,11 @@ def _part(c: Context, node: Tensor, x: Tensor, u: Tensor, grad: Tensor, part: in
     return slope
 
 
-# -- cases ---
-
-
-def _draw_glu(name: str, p: Program) -> None:
-    dtype = p.one_of(F32, F16)
-    p.nmse = 5e-6 if name.startswith("geglu") else tolerance(dtype)
-    ne = p.ne()
-    form = p.one_of("", "_swapped", "_split")
-    rows: Any = {"low": -2, "high": p.one_of(2, beyond=(30,))}
-    if form == "_split":
-        p.out(name + form, *(p.operand(dtype, ne, PLAIN, GAPS, **rows) for _ in range(2)))
-    else:
-        p.out(name + form, p.operand(dtype, (2 * ne[0], *ne[1:]), PLAIN, GAPS, **rows))
-
-
-def _draw_swiglu_oai(p: Program) -> None:
-    ne = p.ne()
-    a, b = (p.operand(F32, ne, PLAIN, GAPS, low=-9, high=9) for _ in range(2))
-    p.out("swiglu_oai", a, b, p.float(0.5, 2), p.float(1, 7))
-
-
-def _sample(op: GluOp) -> Sample:
-    if op is GluOp.SWIGLU_OAI:
-        return lambda c, t: c.swiglu_oai(main(c, t), main(c, t), 1.7, 7.0)
-    return lambda c, t: c.glu(main(c, t), op)
-
-
 SPECS = (
     OpSpec(
         Op.GLU,
         backward={0: partial(_back_part, 0), 1: partial(_back_part, 1)},
         params=("op", "swapped"),
         shard=_shard_glu,
-        samples={**{f"glu {op.name.lower()}": _sample(op) for op in GluOp}},
-        cases={
-            **{
-                name: partial(_draw_glu, name)
-                for name in ("reglu", "geglu", "swiglu", "geglu_erf", "geglu_quick")
-            },
-            "swiglu_oai": _draw_swiglu_oai,
-        },
-        perf=(Perf("swiglu", "f32", lambda c, s: c.swiglu(c.new_tensor(F32, (2048 * s, 512)))),),
-    ),  # op: GluOp; SWIGLU_OAI adds alpha, limit
+    ),
 )

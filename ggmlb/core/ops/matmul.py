@@ -11,32 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Hint, Op, Prec, as_enum
 from ggmlb.core.ops.base import OpBase, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
-from ggmlb.core.ops.spec import (
-    ANY,
-    BF16,
-    F16,
-    F32,
-    I32,
-    LOPSIDED,
-    PADDED,
-    PLAIN,
-    READ_ONLY,
-    ROW,
-    ROWS,
-    WEIGHTS,
-    OpSpec,
-    Perf,
-    f32,
-    flat,
-    i32,
-    main,
-)
+from ggmlb.core.ops.spec import OpSpec, flat
 from ggmlb.core.sharding import MIRRORED, PARTIAL, ShardOutcome, SplitState, States
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 _PLAIN: Mapping[str, Any] = {"prec": Prec.DEFAULT, "hint": Hint.NONE}
 _MUST = "not transposed"
@@ -218,79 +198,15 @@ def _back_weight(c: Context, node: Tensor, grad: Tensor) -> Tensor:
         return whole
     # `a` is repeated in place, matrix by matrix: the sum is over neighbours.
     r2, r3 = n2 // a.ne[2], n3 // a.ne[3]
-    whole = c.repeat_back(c.reshape_4d(whole, n * m, r2, a.ne[2], n3), Tensor(F32, (n * m, 1, a.ne[2], n3)))
+    like = Tensor(DType.F32, (n * m, 1, a.ne[2], n3))
+    whole = c.repeat_back(c.reshape_4d(whole, n * m, r2, a.ne[2], n3), like)
     n *= m * a.ne[2]
-    whole = c.repeat_back(c.reshape_4d(whole, n, r3, a.ne[3], 1), Tensor(F32, (n, 1, a.ne[3], 1)))
+    whole = c.repeat_back(c.reshape_4d(whole, n, r3, a.ne[3], 1), Tensor(DType.F32, (n, 1, a.ne[3], 1)))
     return c.reshape(whole, a)
 
 
 def _back_columns(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.out_prod(node.operand(0), c.transpose(grad))
-
-
-# -- cases ---
-
-
-def _drawn_weight(p: Program) -> DType:
-    dtype: DType = p.one_of(F32, F16, BF16, *WEIGHTS, beyond=READ_ONLY)
-    return dtype
-
-
-def _draw_mul_mat(p: Program) -> None:
-    dtype = _drawn_weight(p)
-    k = p.extent(3, 9) * dtype.block_size if dtype.block_size > 1 else p.extent(70, 700)
-    n2, n3 = p.extra(1, 3), p.extra(1, 2)
-    layouts = ROWS if dtype.block_size == 1 else (PLAIN, PADDED)
-    m, n = p.extent(20, 200), p.extent(12, 80)
-    a = p.operand(dtype, (k, m, n2, n3), *layouts, beyond=ROWS, **LOPSIDED)
-    b = p.operand(
-        p.one_of(F32, beyond=(F16,)), (k, n, n2 * p.extra(1, 3), n3 * p.extra(1, 2)), *layouts, **LOPSIDED
-    )
-    p.nmse = 1e-6 if dtype is F32 else 1e-3
-    p.out("mul_mat", a, b)
-
-
-def _draw_mul_mat_id(p: Program) -> None:
-    dtype = _drawn_weight(p)
-    k = p.int(1, 3) * dtype.block_size if dtype.block_size > 1 else p.int(1, 70)
-    n_experts, n_used, n_tokens = p.int(1, 5), p.int(1, 4), p.extent(6, 40)
-    n_used = min(n_used, n_experts)
-    ids = [p.random.permutation(n_experts)[:n_used] for _ in range(n_tokens)]
-    a = p.leaf(dtype, (k, p.extent(20, 100), n_experts), **LOPSIDED)
-    b = p.operand(F32, (k, p.one_of(1, n_used), n_tokens), PLAIN, PADDED, **LOPSIDED)
-    p.nmse = 1e-6 if dtype is F32 else 1e-3
-    p.out("mul_mat_id", a, b, p.leaf(I32, (n_used, n_tokens), ids))
-
-
-def _draw_out_prod(p: Program) -> None:
-    dtype = p.one_of(F32, *WEIGHTS)
-    n = p.int(1, 2) * dtype.block_size if dtype.block_size > 1 else p.int(1, 40)
-    k, m, n2, n3 = p.int(1, 12), p.int(1, 12), p.extra(1, 3), p.extra(1, 2)
-    r2, r3 = (p.extra(1, 2), p.extra(1, 2)) if dtype is F32 else (1, 1)
-    p.nmse = 1e-6
-    a = p.operand(dtype, (n, k, n2, n3), PLAIN, PADDED)
-    p.out("out_prod", a, p.operand(F32, (m, k, n2 * r2, n3 * r3), *ANY))
-
-
-def product(dtype: DType, n: int) -> Perf:
-    """A product of `n` columns to be timed, with weights of that type."""
-    k, m = (1024, 1024) if n > 8 else (2048, 4096)
-
-    def build(c: Context, s: int) -> Tensor:
-        return c.mul_mat(c.new_tensor(dtype, (k * s, m * s)), f32(c, k * s, n))
-
-    return Perf("mul_mat", f"{dtype.name.lower()},f32;n={n}", build)
-
-
-def _perf_id(dtype: DType, n: int) -> Perf:
-    def build(c: Context, s: int) -> Tensor:
-        experts = c.new_tensor(dtype, (512 * s, 256 * s, 16))
-        return c.mul_mat_id(experts, f32(c, 512 * s, 4, n), i32(c, 4, n))
-
-    return Perf("mul_mat_id", f"{dtype.name.lower()},f32;n={n}", build)
-
-
-_PERF_TYPES = (F32, F16, BF16, DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.MXFP4)
 
 
 SPECS = (
@@ -299,22 +215,7 @@ SPECS = (
         backward={0: _back_weight, 1: _back_columns},
         params=("prec", "hint"),
         shard=_shard_mul_mat,
-        samples={"mul_mat": lambda c, t: c.mul_mat(main(c, t), f32(c, ROW, 8))},
-        cases={"mul_mat": _draw_mul_mat},
-        perf=tuple(product(t, n) for n in (1, 8, 512) for t in _PERF_TYPES),
-    ),  # Prec, Hint
-    OpSpec(
-        Op.MUL_MAT_ID,
-        shard=_shard_mul_mat_id,
-        samples={
-            "mul_mat_id": lambda c, t: c.mul_mat_id(main(c, t, ROW, 4, 3), f32(c, ROW, 1, 8), i32(c, 2, 8))
-        },
-        cases={"mul_mat_id": _draw_mul_mat_id},
-        perf=tuple(_perf_id(t, n) for n in (1, 64) for t in (F16, DType.Q4_0)),
     ),
-    OpSpec(
-        Op.OUT_PROD,
-        samples={"out_prod": lambda c, t: c.out_prod(main(c, t), f32(c, 8, 4))},
-        cases={"out_prod": _draw_out_prod},
-    ),
+    OpSpec(Op.MUL_MAT_ID, shard=_shard_mul_mat_id),
+    OpSpec(Op.OUT_PROD),
 )

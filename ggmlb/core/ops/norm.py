@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, require_same_shape
-from ggmlb.core.ops.spec import ANY, F16, F32, ROW, ROWS, OpSpec, Perf, flat, main, rows
+from ggmlb.core.ops.spec import OpSpec, flat
 from ggmlb.core.sharding import per_row
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 
 class NormOps(OpBase):
@@ -117,71 +115,10 @@ def _back_rms_norm(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.rms_norm_back(grad, node.operand(0), node.params["eps"])
 
 
-# -- cases ---
-
-
-EPS = (1e-6, 1e-5, 1e-2)
-
-
-def _draw_norm(name: str, p: Program) -> None:
-    p.nmse = 1e-6
-    a = p.operand(p.one_of(F32, beyond=(F16,)), p.ne(), *ROWS, beyond=ANY, low=-2, high=3)
-    p.out(name + p.one_of("", "_inplace"), a, p.one_of(*EPS))
-
-
-def _draw_group_norm(p: Program) -> None:
-    p.nmse = 1e-6
-    ne = p.ne(9, 5, 8, 2)
-    a = p.operand(F32, ne, *ROWS, beyond=ANY, low=-2, high=3)
-    p.out("group_norm" + p.one_of("", "_inplace"), a, p.int(1, ne[2]), p.one_of(*EPS))
-
-
-def _draw_rms_norm_back(p: Program) -> None:
-    ne = (3 + p.int(1, 70), *p.ne(6, 4, 3)[:3])  # in short rows almost all cancels
-    p.nmse = 1e-6
-    p.out("rms_norm_back", p.operand(F32, ne, *ROWS), p.operand(F32, ne, *ROWS), p.one_of(*EPS))
-
-
 SPECS = (
-    OpSpec(
-        Op.NORM,
-        backward={0: _back_norm},
-        params=("eps",),
-        shard=per_row,
-        samples={"norm": lambda c, t: c.norm(main(c, t), 1e-5)},
-        cases={"norm": partial(_draw_norm, "norm")},
-        perf=(Perf("norm", "f32", lambda c, s: c.norm(rows(c, s), 1e-5)),),
-    ),
-    OpSpec(
-        Op.RMS_NORM,
-        backward={0: _back_rms_norm},
-        params=("eps",),
-        inplace=1,
-        shard=per_row,
-        samples={"rms_norm": lambda c, t: c.rms_norm(main(c, t), 1e-5)},
-        cases={"rms_norm": partial(_draw_norm, "rms_norm")},
-        perf=(Perf("rms_norm", "f32", lambda c, s: c.rms_norm(rows(c, s), 1e-5)),),
-    ),
-    OpSpec(
-        Op.RMS_NORM_BACK,
-        params=("eps",),
-        inplace=1,
-        samples={"rms_norm_back": lambda c, t: c.rms_norm_back(main(c, t), main(c, t), 1e-5)},
-        cases={"rms_norm_back": _draw_rms_norm_back},
-    ),
-    OpSpec(
-        Op.GROUP_NORM,
-        backward={0: _back_group_norm},
-        params=("n_groups", "eps"),
-        samples={"group_norm": lambda c, t: c.group_norm(main(c, t, ROW, 4, 8), 2, 1e-5)},
-        cases={"group_norm": _draw_group_norm},
-    ),
-    OpSpec(
-        Op.L2_NORM,
-        backward={0: _back_l2_norm},
-        params=("eps",),
-        shard=per_row,
-        samples={"l2_norm": lambda c, t: c.l2_norm(main(c, t), 1e-5)},
-        cases={"l2_norm": partial(_draw_norm, "l2_norm")},
-    ),
+    OpSpec(Op.NORM, backward={0: _back_norm}, params=("eps",), shard=per_row),
+    OpSpec(Op.RMS_NORM, backward={0: _back_rms_norm}, params=("eps",), inplace=1, shard=per_row),
+    OpSpec(Op.RMS_NORM_BACK, params=("eps",), inplace=1),
+    OpSpec(Op.GROUP_NORM, backward={0: _back_group_norm}, params=("n_groups", "eps")),
+    OpSpec(Op.L2_NORM, backward={0: _back_l2_norm}, params=("eps",), shard=per_row),
 )

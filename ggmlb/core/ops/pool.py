@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, OpPool, as_enum
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_int32
-from ggmlb.core.ops.spec import F16, F32, Extents, OpSpec, Perf, f32, flat, main, window_places
+from ggmlb.core.ops.spec import OpSpec, flat
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 
 class PoolOps(OpBase):
@@ -109,64 +108,8 @@ def _back_pool_2d(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.pool_2d_back(grad, flat(c, node.operand(0)), **node.params)
 
 
-# -- cases ---
-
-
-def _drawn_pooling(p: Program) -> tuple[int, int, int, int]:
-    """Draw extent, window size, stride and padding such that each window covers some data."""
-    k = p.int(1, 4)
-    padding = p.extra(0, k - 1)
-    return max(1, k - 2 * padding) + p.int(0, 12), k, p.extra(1, 3), padding
-
-
-def _draw_pool_1d(p: Program) -> None:
-    n, k, s, q = _drawn_pooling(p)
-    p.nmse = 1e-6
-    p.out("pool_1d", p.leaf(p.one_of(F32, F16), (n, *p.ne(5, 3, 2)[:3])), p.one_of(*OpPool), k, s, q)
-
-
-def _drawn_planes(p: Program) -> tuple[Extents, tuple[int | float, ...]]:
-    (n0, k0, s0, q0), (n1, k1, s1, q1) = _drawn_pooling(p), _drawn_pooling(p)
-    return (n0, n1, p.int(1, 3), p.int(1, 2)), (k0, k1, s0, s1, float(q0), float(q1))
-
-
-def _draw_pool_2d(p: Program) -> None:
-    ne, numbers = _drawn_planes(p)
-    p.nmse = 1e-6
-    p.out("pool_2d", p.leaf(p.one_of(F32, F16), ne), p.one_of(*OpPool), *numbers)
-
-
-def _draw_pool_2d_back(p: Program) -> None:
-    ne, numbers = _drawn_planes(p)
-    k0, k1, s0, s1, q0, q1 = (int(n) for n in numbers)
-    extents = window_places(ne[:2], (k0, k1), (s0, s1), (q0, q1), (1, 1))
-    p.nmse = 1e-6
-    p.out("pool_2d_back", p.leaf(F32, (*extents, *ne[2:])), p.leaf(F32, ne), p.one_of(*OpPool), *numbers)
-
-
 SPECS = (
-    OpSpec(
-        Op.POOL_1D,
-        params=("op", "k0", "s0", "p0"),
-        samples={"pool_1d": lambda c, t: c.pool_1d(main(c, t), OpPool.MAX, 2, 2)},
-        cases={"pool_1d": _draw_pool_1d},
-    ),  # op: OpPool
-    OpSpec(
-        Op.POOL_2D,
-        backward={0: _back_pool_2d},
-        params=("op", "k0", "k1", "s0", "s1", "p0", "p1"),
-        samples={"pool_2d": lambda c, t: c.pool_2d(main(c, t, 16, 16, 2), OpPool.AVG, 2, 2, 2, 2)},
-        cases={"pool_2d": _draw_pool_2d},
-        perf=(Perf("pool_2d", "f32", lambda c, s: c.pool_2d(f32(c, 64 * s, 64 * s, 64), 0, 2, 2, 2, 2)),),
-    ),
-    OpSpec(
-        Op.POOL_2D_BACK,
-        params=("op", "k0", "k1", "s0", "s1", "p0", "p1"),
-        samples={
-            "pool_2d_back": lambda c, t: c.pool_2d_back(
-                main(c, t, 5, 4, 3, 2), f32(c, 10, 8, 3, 2), OpPool.MAX, 2, 2, 2, 2
-            )
-        },
-        cases={"pool_2d_back": _draw_pool_2d_back},
-    ),
+    OpSpec(Op.POOL_1D, params=("op", "k0", "s0", "p0")),
+    OpSpec(Op.POOL_2D, backward={0: _back_pool_2d}, params=("op", "k0", "k1", "s0", "s1", "p0", "p1")),
+    OpSpec(Op.POOL_2D_BACK, params=("op", "k0", "k1", "s0", "s1", "p0", "p1")),
 )

@@ -6,10 +6,6 @@ The others have none. Results pack the outputs and the new states into one f32 t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
-
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import (
@@ -20,12 +16,8 @@ from ggmlb.core.ops.base import (
     require_contiguous,
     require_type,
 )
-from ggmlb.core.ops.spec import F32, I32, PADDED, PLAIN, OpSpec, Perf, f32, i32, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.tensor import Ne, Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 
 class RecurrentOps(OpBase):
@@ -49,15 +41,7 @@ class RecurrentOps(OpBase):
         return self._op(Op.SSM_CONV, DType.F32, (c.ne[1], n_t, sx.ne[2], 1), (sx, c))
 
     def ssm_scan(
-        self,
-        s: Tensor,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        ids: Tensor,
-        K: int = 1,
+        self, s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, ids: Tensor, K: int = 1
     ) -> Tensor:
         """Return the selective scan of a state space model, Mamba 1 or 2 (ggml_ssm_scan).
 
@@ -238,176 +222,12 @@ def _linear_state(fn: str, k: Tensor, tokens: dict[str, Tensor], state: Tensor) 
     return (s * h, n_tokens + s * n_seqs, 1, 1)
 
 
-# -- cases ---
-
-
-def _draw_ssm_conv(p: Program) -> None:
-    taps, n, tokens, seqs = p.int(1, 4), p.int(1, 20), p.int(1, 9), p.extra(1, 3)
-    p.out("ssm_conv", p.leaf(F32, (taps - 1 + tokens, n, seqs)), p.leaf(F32, (taps, n)))
-
-
-def _draw_ssm_scan(p: Program) -> None:
-    state, dim, groups, tokens, seqs = p.one_of(8, 16, 32), p.int(1, 6), p.int(1, 3), p.int(1, 7), p.int(1, 3)
-    heads, states = groups * p.int(1, 3), seqs + p.int(0, 2)
-    p.nmse = 1e-6
-    p.out(
-        "ssm_scan",
-        p.leaf(F32, (state, dim, heads, states)),
-        p.leaf(F32, (dim, heads, tokens, seqs)),
-        p.leaf(F32, (heads, tokens, seqs)),
-        p.leaf(F32, (p.one_of(1, state), heads), low=-2, high=-0.1),
-        p.leaf(F32, (state, groups, tokens, seqs)),
-        p.leaf(F32, (state, groups, tokens, seqs)),
-        p.leaf(I32, (seqs,), p.random.permutation(states)[:seqs]),
-    )
-
-
-def _drawn_vectors(p: Program, s: int, heads: int, tokens: int, n: int, **values: float) -> list[str]:
-    return [p.leaf(F32, (s, heads, tokens), **values) for _ in range(n)]
-
-
-def _draw_rwkv_wkv6(p: Program) -> None:
-    s, heads, seqs = p.one_of(8, 16, 32), p.int(1, 4), p.int(1, 3)
-    tokens = seqs * p.int(1, 5)
-    k, v, r = _drawn_vectors(p, s, heads, tokens, 3)
-    decay = p.leaf(F32, (s, heads, tokens), low=0.3, high=1)
-    p.nmse = 1e-6
-    p.out("rwkv_wkv6", k, v, r, p.leaf(F32, (s, heads)), decay, p.leaf(F32, (s * s * heads, seqs)))
-
-
-def _draw_rwkv_wkv7(p: Program) -> None:
-    heads, seqs = p.int(1, 3), p.int(1, 3)  # ggml takes heads of 64 only
-    tokens = seqs * p.int(1, 4)
-    r, k, v, a, b = _drawn_vectors(p, 64, heads, tokens, 5, low=-0.2, high=0.2)
-    decay = p.leaf(F32, (64, heads, tokens), low=0.3, high=1)
-    p.nmse = 1e-6
-    p.out("rwkv_wkv7", r, decay, k, v, a, b, p.leaf(F32, (64 * 64 * heads, seqs)))
-
-
-def _draw_gated_linear_attn(p: Program) -> None:
-    s, heads, seqs = p.one_of(8, 16, 32), p.int(1, 4), p.int(1, 3)
-    tokens = seqs * p.int(1, 5)
-    k, v, q = _drawn_vectors(p, s, heads, tokens, 3)
-    gate = p.leaf(F32, (s, heads, tokens), low=0.3, high=1)
-    p.nmse = 1e-6
-    p.out("gated_linear_attn", k, v, q, gate, p.leaf(F32, (s * s * heads, seqs)), p.float(0.1, 1))
-
-
-def _draw_gated_delta_net(p: Program) -> None:
-    s, heads_k, tokens, seqs = p.one_of(8, 16, 32), p.int(1, 3), p.int(1, 6), p.int(1, 3)
-    heads = heads_k * p.int(1, 3)
-    q, k = (p.operand(F32, (s, heads_k, tokens, seqs), PLAIN, PADDED, low=-0.3, high=0.3) for _ in range(2))
-    p.nmse = 1e-6
-    p.out(
-        "gated_delta_net",
-        q,
-        k,
-        p.operand(F32, (s, heads, tokens, seqs), PLAIN, PADDED),
-        p.leaf(F32, (p.one_of(1, s), heads, tokens, seqs), low=-1, high=0),
-        p.leaf(F32, (1, heads, tokens, seqs), low=0, high=1),
-        p.leaf(F32, (s, s, heads, seqs)),
-        p.int(1, tokens),  # ggml leaves states before the first token as they were in memory
-    )
-
-
-def _draw_solve_tri(p: Program) -> None:
-    n, m, n2, n3 = p.int(1, 20), p.int(1, 6), p.extra(1, 3), p.extra(1, 2)
-    a = p.random.uniform(-0.5, 0.5, (n3, n2, n, n)).astype(np.float32) + 2 * np.eye(n, dtype=np.float32)
-    p.nmse = 1e-6
-    p.out("solve_tri", p.leaf(F32, (n, n, n2, n3), a), p.leaf(F32, (m, n, n2, n3)), True, True, False)
-
-
-def _sample_ssm_scan(c: Context, t: DType) -> Tensor:
-    state, heads, tokens = 16, 4, 3
-    return c.ssm_scan(
-        main(c, t, state, 8, heads, 1),
-        f32(c, 8, heads, tokens, 1),
-        f32(c, heads, tokens, 1),
-        f32(c, 1, heads),
-        f32(c, state, 1, tokens, 1),
-        f32(c, state, 1, tokens, 1),
-        i32(c, 1),
-    )
-
-
-def _sample_wkv6(c: Context, t: DType) -> Tensor:
-    k, v, r, td = (main(c, t, 64, 2, 3) for _ in range(4))
-    return c.rwkv_wkv6(k, v, r, f32(c, 64, 2), td, f32(c, 64 * 64 * 2, 1))
-
-
-def _sample_gated_linear_attn(c: Context, t: DType) -> Tensor:
-    k, v, q, g = (main(c, t, 64, 2, 3) for _ in range(4))
-    return c.gated_linear_attn(k, v, q, g, f32(c, 64 * 64 * 2, 1), 0.1)
-
-
-def _sample_wkv7(c: Context, t: DType) -> Tensor:
-    r, w, k, v, a, b = (main(c, t, 64, 2, 3) for _ in range(6))
-    return c.rwkv_wkv7(r, w, k, v, a, b, f32(c, 64 * 64 * 2, 1))
-
-
-def _sample_gated_delta_net(c: Context, t: DType) -> Tensor:
-    size, heads, tokens = 16, 2, 3
-    q, k, v = (main(c, t, size, heads, tokens, 1) for _ in range(3))
-    g, beta = f32(c, 1, heads, tokens, 1), f32(c, 1, heads, tokens, 1)
-    return c.gated_delta_net(q, k, v, g, beta, f32(c, size, size, heads, 1))
-
-
-def _perf_ssm_scan(c: Context, s: int) -> Tensor:
-    size, dim, heads, tokens = 16, 64, 16 * s, 512
-    decay = c.neg(c.sqr(f32(c, 1, heads)))  # the state must not grow
-    b, d = (f32(c, size, 1, tokens, 1) for _ in range(2))
-    x, dt = f32(c, dim, heads, tokens, 1), f32(c, heads, tokens, 1)
-    return c.ssm_scan(f32(c, size, dim, heads, 1), x, dt, decay, b, d, i32(c, 1))
-
-
-def _perf_wkv6(c: Context, s: int) -> Tensor:
-    size, heads, tokens = 64, 16 * s, 512
-    k, v, r, decay = (f32(c, size, heads, tokens) for _ in range(4))
-    return c.rwkv_wkv6(k, v, r, f32(c, size, heads), decay, f32(c, size * size * heads, 1))
-
-
 SPECS = (
-    OpSpec(
-        Op.SSM_CONV,
-        samples={"ssm_conv": lambda c, t: c.ssm_conv(main(c, t, 6, 8, 1), f32(c, 4, 8))},
-        cases={"ssm_conv": _draw_ssm_conv},
-        perf=(
-            Perf(
-                "ssm_conv",
-                "f32,f32",
-                lambda c, s: c.ssm_conv(c.new_tensor(F32, (515, 1024 * s)), c.new_tensor(F32, (4, 1024 * s))),
-            ),
-        ),
-    ),
-    OpSpec(
-        Op.SSM_SCAN,
-        params=("k",),
-        samples={"ssm_scan": _sample_ssm_scan},
-        cases={"ssm_scan": _draw_ssm_scan},
-        perf=(Perf("ssm_scan", "f32", _perf_ssm_scan),),
-    ),
-    OpSpec(
-        Op.RWKV_WKV6,
-        samples={"rwkv_wkv6": _sample_wkv6},
-        cases={"rwkv_wkv6": _draw_rwkv_wkv6},
-        perf=(Perf("rwkv_wkv6", "f32", _perf_wkv6),),
-    ),
-    OpSpec(
-        Op.GATED_LINEAR_ATTN,
-        params=("scale",),
-        samples={"gated_linear_attn": _sample_gated_linear_attn},
-        cases={"gated_linear_attn": _draw_gated_linear_attn},
-    ),
-    OpSpec(Op.RWKV_WKV7, samples={"rwkv_wkv7": _sample_wkv7}, cases={"rwkv_wkv7": _draw_rwkv_wkv7}),
-    OpSpec(
-        Op.SOLVE_TRI,
-        samples={"solve_tri": lambda c, t: c.solve_tri(main(c, t, 16, 16), f32(c, 8, 16))},
-        cases={"solve_tri": _draw_solve_tri},
-    ),
-    OpSpec(
-        Op.GATED_DELTA_NET,
-        params=("k",),
-        samples={"gated_delta_net": _sample_gated_delta_net},
-        cases={"gated_delta_net": _draw_gated_delta_net},
-    ),
+    OpSpec(Op.SSM_CONV),
+    OpSpec(Op.SSM_SCAN, params=("k",)),
+    OpSpec(Op.RWKV_WKV6),
+    OpSpec(Op.GATED_LINEAR_ATTN, params=("scale",)),
+    OpSpec(Op.RWKV_WKV7),
+    OpSpec(Op.SOLVE_TRI),
+    OpSpec(Op.GATED_DELTA_NET, params=("k",)),
 )

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, ScaleFlag, ScaleMode, as_enum, whole_number
 from ggmlb.core.ops.base import OpBase, fail_arg, full_ne, require_type
-from ggmlb.core.ops.spec import ANY, F32, OpSpec, Perf, f32, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.tensor import Ne, Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.testing.draw import Program
 
 
 class ResizeOps(OpBase):
@@ -71,11 +67,7 @@ class ResizeOps(OpBase):
         if antialias and kind is not ScaleMode.BILINEAR:
             fail_arg(fn, f"ANTIALIAS needs BILINEAR, not {kind.name}")
         require_type(fn, "a", a, DType.F32)
-        params = {
-            "mode": kind,
-            "align_corners": ScaleFlag.ALIGN_CORNERS in flags,
-            "antialias": antialias,
-        }
+        params = {"mode": kind, "align_corners": ScaleFlag.ALIGN_CORNERS in flags, "antialias": antialias}
         return self._op(Op.UPSCALE, a.dtype, ne, (a,), params)
 
 
@@ -91,38 +83,4 @@ def _read_mode(fn: str, mode: ScaleMode | int | str) -> tuple[ScaleMode, set[Sca
     return as_enum(fn, ScaleMode, number & 0xFF), {as_enum(fn, ScaleFlag, b) for b in bits if number & b}
 
 
-# -- cases ---
-
-
-def _draw_upscale(p: Program) -> None:
-    p.nmse = 1e-7
-    p.out("upscale", p.operand(F32, p.ne(8, 7, 3, 2), *ANY), p.int(2, 4), p.one_of(*ScaleMode))
-
-
-def _draw_interpolate(p: Program) -> None:
-    ne = p.ne(12, 12, 4, 3)
-    to = (p.int(1, 20), p.int(1, 20), ne[2] * p.int(1, 2), ne[3] * p.int(1, 2))
-    mode = p.one_of(
-        *ScaleMode,
-        *(m | ScaleFlag.ALIGN_CORNERS for m in ScaleMode),
-        ScaleMode.BILINEAR | ScaleFlag.ANTIALIAS,
-        ScaleMode.BILINEAR | ScaleFlag.ANTIALIAS | ScaleFlag.ALIGN_CORNERS,
-    )
-    p.nmse = 1e-6
-    p.out("interpolate", p.operand(F32, ne, *ANY), *to, mode)
-
-
-_BILINEAR = ScaleMode.BILINEAR
-
-SPECS = (
-    OpSpec(
-        Op.UPSCALE,
-        params=("mode", "align_corners", "antialias"),
-        samples={"upscale": lambda c, t: c.upscale(main(c, t, 16, 16, 3), 2, ScaleMode.BILINEAR)},
-        cases={"upscale": _draw_upscale, "interpolate": _draw_interpolate},
-        perf=(
-            Perf("upscale", "f32", lambda c, s: c.upscale(f32(c, 32 * s, 32 * s, 64), 2)),
-            Perf("upscale", "f32;bilinear", lambda c, s: c.upscale(f32(c, 32 * s, 32 * s, 64), 2, _BILINEAR)),
-        ),
-    ),  # mode: ScaleMode
-)
+SPECS = (OpSpec(Op.UPSCALE, params=("mode", "align_corners", "antialias")),)

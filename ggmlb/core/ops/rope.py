@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Concatenate
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType, as_enum
 from ggmlb.core.ops.base import F32_TINY, OpBase, P, checked, fail_arg, fail_dtype, fail_shape, require_finite
-from ggmlb.core.ops.spec import BF16, F16, F32, I32, ROWS, OpSpec, Perf, i32, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.sharding import MIRRORED, ShardOutcome, States
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 NO_SECTIONS = (0, 0, 0, 0)
 
@@ -173,10 +172,7 @@ class RopeOps(OpBase):
     )
     rope_custom = _node(_custom, "rope_custom", Op.ROPE, "Return `rope_ext` without frequency factors")
     rope_custom_inplace = _node(
-        _custom,
-        "rope_custom_inplace",
-        Op.ROPE,
-        "Return `rope_custom`, written into the memory of `a`",
+        _custom, "rope_custom_inplace", Op.ROPE, "Return `rope_custom`, written into the memory of `a`"
     )
     rope_multi = _node(
         _multi, "rope_multi", Op.ROPE, "Return `a`, each section of pairs rotated by its own positions"
@@ -232,36 +228,6 @@ def _back_rope(c: Context, node: Tensor, grad: Tensor, back: bool = True) -> Ten
     return c.rope_set_offset(rotate(grad, node.operand(1), node.src[2], **numbers), offset)
 
 
-# -- cases ---
-
-
-def _draw_rope(p: Program, back: bool) -> None:
-    mode = p.one_of(*RopeType)
-    multi = bool(mode & RopeType.MROPE)
-    pairs = p.int(1, 16)
-    n_dims = 2 * pairs
-    row = 2 * n_dims if mode is RopeType.VISION else n_dims + (0 if multi else 2 * p.extra(0, 4))
-    heads, tokens, batch = p.int(1, 4), p.int(1, 5), p.extra(1, 2)
-    dtype = p.one_of(F32, F16, beyond=(BF16,))
-    p.nmse = {F32: 1e-6, F16: 1e-5, BF16: 1e-4}[dtype]
-    a = p.operand(dtype, (row, heads, tokens, batch), *ROWS)
-    n_positions = tokens * (4 if multi else 1)
-    positions = p.leaf(I32, (n_positions,), p.random.integers(0, 60, n_positions))
-    factors = p.leaf(F32, (row // 2,), low=0.5, high=2) if p.bool() else None
-    base, scale = p.one_of(10000.0, 500.0), p.one_of(1.0, 0.5)
-    yarn = (p.one_of(0.0, 0.7), p.one_of(1.0, 1.3), 32.0, 1.0)
-    numbers = (p.one_of(0, 32, 4096), base, scale, *yarn)
-    suffix = "_back" if back else p.one_of("", "_inplace")
-    if multi:
-        cuts = sorted(p.int(1, pairs) for _ in range(3))
-        sections = [cuts[0], cuts[1] - cuts[0], cuts[2] - cuts[1], pairs - cuts[2]]
-        if mode is RopeType.VISION:
-            sections = [p.int(1, pairs), p.int(1, pairs), 0, 0]
-        p.out("rope_multi" + suffix, a, positions, factors, n_dims, sections, mode, *numbers)
-    else:
-        p.out("rope_ext" + suffix, a, positions, factors, n_dims, mode, *numbers)
-
-
 _PARAMS = (
     "n_dims", "mode", "n_ctx_orig", "freq_base", "freq_scale", "ext_factor", "attn_factor",
     "beta_fast", "beta_slow", "sections", "offset",
@@ -269,28 +235,6 @@ _PARAMS = (
 """`mode` is a RopeType, `sections` are four, `offset` is the first rotated dimension."""
 
 SPECS = (
-    OpSpec(
-        Op.ROPE,
-        backward={0: _back_rope},
-        params=_PARAMS,
-        inplace=1,
-        shard=_shard_rope,
-        samples={"rope": lambda c, t: c.rope(main(c, t, 64, 2, 3), i32(c, 3), 64)},
-        cases={"rope": partial(_draw_rope, back=False)},
-        perf=(
-            Perf(
-                "rope",
-                "f32",
-                lambda c, s: c.rope(c.new_tensor(F32, (128, 8 * s, 512)), c.new_tensor(I32, (512,)), 128),
-            ),
-        ),
-    ),
-    OpSpec(
-        Op.ROPE_BACK,
-        backward={0: partial(_back_rope, back=False)},
-        params=_PARAMS,
-        inplace=1,
-        samples={"rope_back": lambda c, t: c.rope_ext_back(main(c, t, 64, 2, 3), i32(c, 3), None, 64)},
-        cases={"rope_back": partial(_draw_rope, back=True)},
-    ),
+    OpSpec(Op.ROPE, backward={0: _back_rope}, params=_PARAMS, inplace=1, shard=_shard_rope),
+    OpSpec(Op.ROPE_BACK, backward={0: partial(_back_rope, back=False)}, params=_PARAMS, inplace=1),
 )

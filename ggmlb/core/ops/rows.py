@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
-
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, divides, fail_contiguous, fail_dtype, fail_shape
-from ggmlb.core.ops.spec import (
-    BF16,
-    F16,
-    F32,
-    I32,
-    I64,
-    PADDED,
-    PLAIN,
-    READ_ONLY,
-    ROW,
-    ROWS,
-    WEIGHTS,
-    OpSpec,
-    Perf,
-    f32,
-    i32,
-    main,
-)
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.sharding import MIRRORED, ShardOutcome, States
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 _ROWS = "contiguous within its rows"
 
@@ -129,84 +104,12 @@ def _shard_set_rows(node: Tensor, states: States) -> ShardOutcome | None:
     return ShardOutcome(into, (into, MIRRORED, into)) if into.is_cut and into.axis == 0 else None
 
 
-# -- cases ---
-
-
-def _draw_get_rows(p: Program) -> None:
-    dtype = p.one_of(F32, F16, BF16, I32, *WEIGHTS, beyond=READ_ONLY)
-    n, n_rows, n2, n3 = p.ne(3 if dtype.block_size > 1 else 70, 7, 3, 2)
-    n *= dtype.block_size
-    count = p.int(1, 8)
-    p.nmse = 1e-7
-    index = p.random.integers(0, n_rows, (n3, n2, count))
-    p.out(
-        "get_rows",
-        p.operand(dtype, (n, n_rows, n2, n3), PLAIN, PADDED, beyond=ROWS),
-        p.leaf(I32, (count, n2, n3), index),
-    )
-
-
-def _draw_get_rows_back(p: Program) -> None:
-    n, count, n_rows = p.int(1, 40), p.int(1, 9), p.int(1, 6)
-    dtype = p.one_of(F32, F16)
-    index = p.leaf(I32, (count,), p.random.integers(0, n_rows, count))
-    p.nmse = 1e-6
-    p.out("get_rows_back", p.leaf(dtype, (n, count)), index, p.leaf(F32, (n, n_rows)))
-
-
-def _draw_set_rows(p: Program) -> None:
-    dtype = p.one_of(F32, F16, BF16, *WEIGHTS)
-    n, n_rows, n2, n3 = p.ne(3 if dtype.block_size > 1 else 70, 7, 3, 2)
-    n *= dtype.block_size
-    count = p.int(1, n_rows)
-    b2, b3 = p.one_of(1, n2), p.one_of(1, n3)
-    index = np.stack([p.random.permutation(n_rows)[:count] for _ in range(b2 * b3)])
-    p.nmse = 1e-3 if dtype.block_size > 1 else 1e-6
-    p.rule = "dequant" if dtype.block_size > 1 else ""
-    source = p.operand(F32, (n, count, n2, n3), *ROWS)
-    rows = p.leaf(p.one_of(I32, I64), (count, b2, b3), index)
-    p.out("set_rows", p.operand(dtype, (n, n_rows, n2, n3), PLAIN, beyond=(PADDED,)), source, rows)
-
-
-def _perf(dtype: DType) -> Perf:
-    def build(c: Context, s: int) -> Tensor:
-        return c.get_rows(c.new_tensor(dtype, (1024 * s, 2048 * s)), i32(c, 512))
-
-    return Perf("get_rows", dtype.name.lower(), build)
-
-
 SPECS = (
     OpSpec(
         Op.GET_ROWS,
         backward={0: lambda c, t, g: c.get_rows_back(g, t.operand(1), t.operand(0))},
         shard=_shard_get_rows,
-        samples={"get_rows": lambda c, t: c.get_rows(main(c, t), i32(c, 3))},
-        cases={"get_rows": _draw_get_rows},
-        perf=tuple(_perf(t) for t in (F32, F16, DType.Q4_0)),
     ),
-    OpSpec(
-        Op.GET_ROWS_BACK,
-        backward={0: lambda c, t, g: c.get_rows(g, t.operand(1))},
-        samples={
-            "get_rows_back": lambda c, t: c.get_rows_back(main(c, t, ROW, 3), i32(c, 3), f32(c, ROW, 8))
-        },
-        cases={"get_rows_back": _draw_get_rows_back},
-    ),
-    OpSpec(
-        Op.SET_ROWS,
-        shard=_shard_set_rows,
-        samples={"set_rows": lambda c, t: c.set_rows(main(c, t), f32(c, ROW, 2), c.new_tensor(I64, (2,)))},
-        cases={"set_rows": _draw_set_rows},
-        perf=(
-            Perf(
-                "set_rows",
-                "f16,f32",
-                lambda c, s: c.set_rows(
-                    c.new_tensor(F16, (256 * s, 2048 * s)),
-                    c.new_tensor(F32, (256 * s, 512)),
-                    c.new_tensor(I64, (512,)),
-                ),
-            ),
-        ),
-    ),
+    OpSpec(Op.GET_ROWS_BACK, backward={0: lambda c, t, g: c.get_rows(g, t.operand(1))}),
+    OpSpec(Op.SET_ROWS, shard=_shard_set_rows),
 )

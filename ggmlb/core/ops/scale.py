@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous
 from ggmlb.core.ops.binary import is_padded_1d
-from ggmlb.core.ops.spec import ANY, BF16, F16, F32, PLAIN, OpSpec, Perf, flat, main, rows, tolerance
+from ggmlb.core.ops.spec import OpSpec, flat
 from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 
 class ScaleOps(OpBase):
@@ -83,40 +82,7 @@ def _back_clamp(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.mul(grad, inside)
 
 
-# -- cases ---
-
-
-def _draw_scale(p: Program) -> None:
-    a = p.operand(F32, p.ne(), PLAIN, beyond=ANY)
-    fn = p.one_of("scale", "scale_inplace", "scale_bias", "scale_bias_inplace")
-    p.out(fn, a, p.float(0.1, 4), *([p.float(0.5, 2)] if "bias" in fn else []))
-
-
-def _draw_clamp(p: Program) -> None:
-    dtype = p.one_of(F32, F16, beyond=(BF16,))
-    low = p.float(-1, 0)
-    p.nmse = tolerance(dtype)
-    a = p.operand(dtype, p.ne(), PLAIN, beyond=ANY)  # where ggml goes astray
-    p.out(p.one_of("clamp", beyond=("clamp_inplace",)), a, low, p.float(0.1, 1))
-
-
 SPECS = (
-    OpSpec(
-        Op.SCALE,
-        backward={0: _back_scale},
-        params=("scale", "bias"),
-        inplace=1,
-        shard=elementwise,
-        samples={"scale": lambda c, t: c.scale(main(c, t), 2.0)},
-        cases={"scale": _draw_scale},
-        perf=(Perf("scale", "f32", lambda c, s: c.scale(rows(c, s), 0.5)),),
-    ),
-    OpSpec(
-        Op.CLAMP,
-        backward={0: _back_clamp},
-        params=("min", "max"),
-        shard=elementwise,
-        samples={"clamp": lambda c, t: c.clamp(main(c, t), -1.0, 1.0)},
-        cases={"clamp": _draw_clamp},
-    ),
+    OpSpec(Op.SCALE, backward={0: _back_scale}, params=("scale", "bias"), inplace=1, shard=elementwise),
+    OpSpec(Op.CLAMP, backward={0: _back_clamp}, params=("min", "max"), shard=elementwise),
 )

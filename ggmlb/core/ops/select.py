@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
-
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, SortOrder, as_enum
 from ggmlb.core.ops.base import fail_arg, fail_shape
-from ggmlb.core.ops.spec import ANY, BF16, F16, F32, PADDED, PLAIN, OpSpec, Perf, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.ops.views import ViewOps
 from ggmlb.core.sharding import per_row
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.testing.draw import Program
 
 
 class SelectOps(ViewOps):
@@ -66,54 +59,8 @@ def _check_k(fn: str, a: Tensor, k: int) -> None:
         fail_arg(fn, f"k is {k}; it must be at most the row length of {a.describe()}")
 
 
-# -- cases ---
-
-
-def _draw_argmax(p: Program) -> None:
-    p.out("argmax", p.operand(p.one_of(F32, beyond=(F16, BF16)), p.ne(70, 9), PLAIN, PADDED, beyond=ANY))
-
-
-def _drawn_distinct(p: Program, ne: tuple[int, ...]) -> str:
-    values = p.random.permuted(np.arange(np.prod(ne), dtype=np.float32).reshape(ne[::-1]), axis=-1)
-    return p.leaf(F32, ne, values)
-
-
-def _draw_argsort(p: Program) -> None:
-    p.out("argsort", _drawn_distinct(p, p.ne()), p.one_of(*SortOrder))
-
-
-def _draw_argsort_top_k(p: Program) -> None:
-    ne = p.ne()
-    p.out("argsort_top_k", _drawn_distinct(p, ne), p.int(1, ne[0]))
-
-
-def _draw_top_k(p: Program) -> None:
-    ne = p.ne()
-    p.rule = "gather_sorted"
-    p.out("top_k", _drawn_distinct(p, ne), p.int(1, ne[0]))
-
-
 SPECS = (
-    OpSpec(
-        Op.ARGMAX,
-        samples={"argmax": lambda c, t: c.argmax(main(c, t))},
-        cases={"argmax": _draw_argmax},
-        perf=(Perf("argmax", "f32", lambda c, s: c.argmax(c.new_tensor(F32, (8000 * s, 32)))),),
-    ),
-    OpSpec(
-        Op.ARGSORT,
-        params=("order",),
-        shard=per_row,
-        samples={"argsort": lambda c, t: c.argsort(main(c, t))},
-        cases={"argsort": _draw_argsort, "argsort_top_k": _draw_argsort_top_k},
-        perf=(Perf("argsort", "f32", lambda c, s: c.argsort(c.new_tensor(F32, (1024 * s, 32)))),),
-    ),  # SortOrder
-    OpSpec(
-        Op.TOP_K,
-        params=("k",),
-        shard=per_row,
-        samples={"top_k": lambda c, t: c.top_k(main(c, t), 4)},
-        cases={"top_k": _draw_top_k},
-        perf=(Perf("top_k", "f32", lambda c, s: c.top_k(c.new_tensor(F32, (8000 * s, 16)), 40)),),
-    ),
+    OpSpec(Op.ARGMAX),
+    OpSpec(Op.ARGSORT, params=("order",), shard=per_row),
+    OpSpec(Op.TOP_K, params=("k",), shard=per_row),
 )

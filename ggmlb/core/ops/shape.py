@@ -21,28 +21,12 @@ from ggmlb.core.ops.base import (
     full_ne,
     require_repeat,
 )
-from ggmlb.core.ops.spec import (
-    ANY,
-    BF16,
-    F16,
-    F32,
-    I32,
-    I64,
-    ROW,
-    ROWS,
-    OpSpec,
-    Perf,
-    cut_out,
-    f32,
-    main,
-    rows,
-)
+from ggmlb.core.ops.spec import OpSpec, cut_out
 from ggmlb.core.sharding import ShardOutcome, States, first_cut
 from ggmlb.core.tensor import Ne, Tensor, can_repeat
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 Padding = tuple[Tensor, Ne, Ne]
 """The operand, and the padding before and after each dimension."""
@@ -218,110 +202,16 @@ def _back_roll(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.roll(grad, *(-s for s in node.params["shifts"]))
 
 
-# -- cases ---
-
-
-def _draw_concat(p: Program) -> None:
-    dtype, dim = p.one_of(F32, F16, I32, beyond=(BF16, I64, DType.I8)), p.int(0, 3)
-    ne = list(p.ne())
-    p.nmse = 0
-    a = p.operand(dtype, tuple(ne), *ANY)
-    ne[dim] = p.int(1, 9)
-    p.out("concat", a, p.operand(dtype, tuple(ne), *ANY), dim)
-
-
-def _draw_repeat(p: Program) -> None:
-    dtype = p.one_of(F32, F16, I32, beyond=(BF16, DType.I16))
-    ne = p.ne(20, 4, 3, 2)
-    p.nmse = 0
-    p.out(
-        "repeat", p.operand(dtype, ne, *ROWS, beyond=ANY), p.leaf(dtype, tuple(n * p.int(1, 3) for n in ne))
-    )
-
-
-def _draw_repeat_back(p: Program) -> None:
-    ne = p.ne(20, 4, 3, 2)
-    p.nmse = 1e-6
-    p.out(
-        "repeat_back", p.operand(F32, tuple(n * p.int(1, 3) for n in ne), *ROWS, beyond=ANY), p.leaf(F32, ne)
-    )
-
-
-def _draw_pad(name: str, p: Program) -> None:
-    p.nmse = 0
-    ne = p.ne(20, 5, 4, 3)
-    circular = name.endswith("circular")
-    n_widths = 8 if "ext" in name else 4
-    limits = [ne[i // (n_widths // 4)] if circular else 4 for i in range(n_widths)]
-    p.out(
-        name,
-        p.operand(p.one_of(F32, beyond=(F16, BF16)), ne, *ANY),
-        *(p.int(0, min(4, limit)) for limit in limits),
-    )
-
-
-def _draw_pad_reflect_1d(p: Program) -> None:
-    p.nmse = 0
-    ne = p.ne()
-    p.out("pad_reflect_1d", p.leaf(F32, ne), p.int(0, ne[0] - 1), p.int(0, ne[0] - 1))
-
-
-def _draw_roll(p: Program) -> None:
-    p.nmse = 0
-    ne = p.ne()
-    p.out(
-        "roll",
-        p.operand(p.one_of(F32, beyond=(F16,)), ne, *ROWS, beyond=ANY),
-        *(p.int(1 - n, n - 1) for n in ne),
-    )
-
-
 SPECS = (
-    OpSpec(
-        Op.REPEAT,
-        backward={0: lambda c, t, g: c.repeat_back(g, t.operand(0))},
-        samples={"repeat": lambda c, t: c.repeat_4d(main(c, t), 2 * ROW, 4, 2, 1)},
-        cases={"repeat": _draw_repeat},
-        perf=(Perf("repeat", "f32;one row", lambda c, s: c.repeat(rows(c, s, n=1), rows(c, s))),),
-    ),
-    OpSpec(
-        Op.REPEAT_BACK,
-        backward={0: lambda c, t, g: c.repeat(g, t.operand(0))},
-        samples={"repeat_back": lambda c, t: c.repeat_back(main(c, t, ROW, 4), f32(c, ROW, 2))},
-        cases={"repeat_back": _draw_repeat_back},
-    ),
+    OpSpec(Op.REPEAT, backward={0: lambda c, t, g: c.repeat_back(g, t.operand(0))}),
+    OpSpec(Op.REPEAT_BACK, backward={0: lambda c, t, g: c.repeat(g, t.operand(0))}),
     OpSpec(
         Op.CONCAT,
         backward={0: partial(_back_concat, False), 1: partial(_back_concat, True)},
         params=("dim",),
         shard=_shard_concat,
-        samples={"concat": lambda c, t: c.concat(main(c, t), main(c, t), 1)},
-        cases={"concat": _draw_concat},
-        perf=(Perf("concat", "f32,f32", lambda c, s: c.concat(rows(c, s), rows(c, s), 1)),),
     ),
-    OpSpec(
-        Op.PAD,
-        backward={0: _back_pad},
-        params=("left", "right", "circular"),
-        samples={"pad": lambda c, t: c.pad(main(c, t), 1, 1)},
-        cases={
-            **{
-                name: partial(_draw_pad, name)
-                for name in ("pad", "pad_ext", "pad_circular", "pad_ext_circular")
-            }
-        },
-    ),  # left, right: four widths
-    OpSpec(
-        Op.PAD_REFLECT_1D,
-        params=("left", "right"),
-        samples={"pad_reflect_1d": lambda c, t: c.pad_reflect_1d(main(c, t), 2, 3)},
-        cases={"pad_reflect_1d": _draw_pad_reflect_1d},
-    ),
-    OpSpec(
-        Op.ROLL,
-        backward={0: _back_roll},
-        params=("shifts",),
-        samples={"roll": lambda c, t: c.roll(main(c, t), 1, 2)},
-        cases={"roll": _draw_roll},
-    ),  # four
+    OpSpec(Op.PAD, backward={0: _back_pad}, params=("left", "right", "circular")),
+    OpSpec(Op.PAD_REFLECT_1D, params=("left", "right")),
+    OpSpec(Op.ROLL, backward={0: _back_roll}, params=("shifts",)),
 )

@@ -7,7 +7,6 @@ has SOFT_MAX_BACK. DIAG_MASK_INF and DIAG_MASK_ZERO have `n_past`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.dtypes import DType
@@ -23,14 +22,13 @@ from ggmlb.core.ops.base import (
     require_int32,
     require_same_shape,
 )
-from ggmlb.core.ops.spec import F16, F32, ROW, OpSpec, Perf, main, rows
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, has_operand, like_cut
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 _PLAIN: Mapping[str, Any] = {"scale": 1.0, "max_bias": 0.0}
 
@@ -209,70 +207,15 @@ def _back_soft_max(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.soft_max_ext_back(grad, node, node.params["scale"])  # ALiBi's slopes act on the mask alone
 
 
-# -- cases ---
-
-
-def _draw_soft_max(p: Program) -> None:
-    p.nmse = 1e-6
-    ne = p.ne()
-    a = p.leaf(F32, ne, low=-4, high=4)
-    mask, max_bias = None, 0.0
-    if p.bool():
-        shape = (ne[0], ne[1] + p.extra(0, 2), p.one_of(1, ne[2]), p.one_of(1, ne[3]))
-        mask = p.mask(p.one_of(F32, F16), shape)
-        max_bias = p.one_of(0.0, 8.0)
-    y = p.step(p.one_of("soft_max_ext", "soft_max_ext_inplace"), a, mask, p.float(0.1, 2), max_bias)
-    if p.bool():
-        p.void("soft_max_add_sinks", y, p.leaf(F32, (ne[2],)))
-    p.compare(y)
-
-
-def _draw_soft_max_back(p: Program) -> None:
-    p.nmse = 1e-6
-    ne = p.ne()
-    y = p.step("soft_max", p.leaf(F32, ne, low=-3, high=3))
-    p.out("soft_max_ext_back" + p.one_of("", "_inplace"), p.leaf(F32, ne), y, p.float(0.1, 2), 0.0)
-
-
-def _draw_diag_mask(name: str, p: Program) -> None:
-    p.out(name + p.one_of("", "_inplace"), p.leaf(F32, p.ne(12, 9, 3, 2)), p.int(0, 8))
-
-
 SPECS = (
-    OpSpec(
-        Op.DIAG_MASK_INF,
-        backward={0: _back_diag_mask},
-        params=("n_past",),
-        inplace=1,
-        samples={"diag_mask_inf": lambda c, t: c.diag_mask_inf(main(c, t), 1)},
-        cases={"diag_mask_inf": partial(_draw_diag_mask, "diag_mask_inf")},
-    ),
-    OpSpec(
-        Op.DIAG_MASK_ZERO,
-        backward={0: _back_diag_mask},
-        params=("n_past",),
-        inplace=1,
-        samples={"diag_mask_zero": lambda c, t: c.diag_mask_zero(main(c, t), 1)},
-        cases={"diag_mask_zero": partial(_draw_diag_mask, "diag_mask_zero")},
-    ),
+    OpSpec(Op.DIAG_MASK_INF, backward={0: _back_diag_mask}, params=("n_past",), inplace=1),
+    OpSpec(Op.DIAG_MASK_ZERO, backward={0: _back_diag_mask}, params=("n_past",), inplace=1),
     OpSpec(
         Op.SOFT_MAX,
         backward={0: _back_soft_max},
         params=("scale", "max_bias"),
         inplace=1,
         shard=_shard_soft_max,
-        samples={"soft_max": lambda c, t: c.soft_max_ext(main(c, t), c.new_tensor(F16, (ROW, 4)), 0.1, 0.0)},
-        cases={"soft_max_ext": _draw_soft_max},
-        perf=(
-            Perf("soft_max_ext", "f32", lambda c, s: c.soft_max_ext(rows(c, s))),
-            Perf("soft_max_ext", "f32,f16", lambda c, s: c.soft_max_ext(rows(c, s), rows(c, s, F16), 0.5)),
-        ),
     ),
-    OpSpec(
-        Op.SOFT_MAX_BACK,
-        params=("scale", "max_bias"),
-        inplace=1,
-        samples={"soft_max_back": lambda c, t: c.soft_max_ext_back(main(c, t), main(c, t))},
-        cases={"soft_max_ext_back": _draw_soft_max_back},
-    ),
+    OpSpec(Op.SOFT_MAX_BACK, params=("scale", "max_bias"), inplace=1),
 )

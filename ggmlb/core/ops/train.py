@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_same_shape, require_type
-from ggmlb.core.ops.spec import F32, ROW, OpSpec, f32, main
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.sharding import MIRRORED, ShardOutcome, States
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 
 class TrainOps(OpBase):
@@ -127,75 +124,9 @@ def _back_cross_entropy(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     return c.cross_entropy_loss_back(grad, node.operand(0), node.operand(1))
 
 
-# -- cases ---
-
-
-def _draw_cross_entropy_loss(p: Program) -> None:
-    ne = tuple(max(n, 1) for n in p.ne(30, 5, 3, 2))  # the mean over no rows is not a number
-    p.nmse = 1e-6
-    p.out("cross_entropy_loss", p.leaf(F32, ne, low=-4, high=4), p.step("soft_max", p.leaf(F32, ne)))
-
-
-def _draw_cross_entropy_loss_back(p: Program) -> None:
-    ne = p.ne(30, 5, 3, 2)
-    p.nmse = 1e-6
-    logits = p.leaf(F32, ne, low=-4, high=4)
-    p.out("cross_entropy_loss_back", p.leaf(F32, (1,)), logits, p.step("soft_max", p.leaf(F32, ne)))
-
-
-def _draw_opt_step_adamw(p: Program) -> None:
-    ne = p.ne()
-    w, g, m = (p.leaf(F32, ne) for _ in range(3))
-    v = p.leaf(F32, ne, low=0.01, high=1)
-    numbers = [p.float(1e-4, 0.1), 0.9, 0.99, 1e-6, p.float(0, 0.1), p.float(1, 10), p.float(1, 20)]
-    p.void("set_param", w)
-    p.out("opt_step_adamw", w, g, m, v, p.leaf(F32, (7,), np.array(numbers, np.float32)))
-    p.compare(m, v)
-
-
-def _draw_opt_step_sgd(p: Program) -> None:
-    ne = p.ne()
-    w, g = (p.leaf(F32, ne) for _ in range(2))
-    p.void("set_param", w)
-    p.out(
-        "opt_step_sgd", w, g, p.leaf(F32, (2,), np.array([p.float(1e-4, 0.5), p.float(0, 0.5)], np.float32))
-    )
-
-
-def _sample_opt_step_adamw(c: Context, t: DType) -> Tensor:
-    a = c.set_param(main(c, t))
-    return c.opt_step_adamw(a, f32(c, ROW, 4), f32(c, ROW, 4), f32(c, ROW, 4), f32(c, 7))
-
-
 SPECS = (
-    OpSpec(
-        Op.CROSS_ENTROPY_LOSS,
-        backward={0: _back_cross_entropy},
-        samples={"cross_entropy_loss": lambda c, t: c.cross_entropy_loss(main(c, t), f32(c, ROW, 4))},
-        cases={"cross_entropy_loss": _draw_cross_entropy_loss},
-    ),
-    OpSpec(
-        Op.CROSS_ENTROPY_LOSS_BACK,
-        samples={
-            "cross_entropy_loss_back": lambda c, t: c.cross_entropy_loss_back(
-                f32(c, 1), main(c, t), f32(c, ROW, 4)
-            )
-        },
-        cases={"cross_entropy_loss_back": _draw_cross_entropy_loss_back},
-    ),
-    OpSpec(
-        Op.OPT_STEP_ADAMW,
-        also_written=(2, 3),
-        shard=_shard_optimizer_step,
-        samples={"opt_step_adamw": _sample_opt_step_adamw},
-        cases={"opt_step_adamw": _draw_opt_step_adamw},
-    ),
-    OpSpec(
-        Op.OPT_STEP_SGD,
-        shard=_shard_optimizer_step,
-        samples={
-            "opt_step_sgd": lambda c, t: c.opt_step_sgd(c.set_param(main(c, t)), f32(c, ROW, 4), f32(c, 2))
-        },
-        cases={"opt_step_sgd": _draw_opt_step_sgd},
-    ),
+    OpSpec(Op.CROSS_ENTROPY_LOSS, backward={0: _back_cross_entropy}),
+    OpSpec(Op.CROSS_ENTROPY_LOSS_BACK),
+    OpSpec(Op.OPT_STEP_ADAMW, also_written=(2, 3), shard=_shard_optimizer_step),
+    OpSpec(Op.OPT_STEP_SGD, shard=_shard_optimizer_step),
 )

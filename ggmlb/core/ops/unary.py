@@ -8,35 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import Op, UnaryOp, as_enum
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, method, require_finite, require_same_shape
-from ggmlb.core.ops.spec import (
-    ANY,
-    BF16,
-    F16,
-    F32,
-    FLOATS,
-    GAPS,
-    PLAIN,
-    ROWS,
-    Backward,
-    OpSpec,
-    Perf,
-    Sample,
-    flat,
-    main,
-    rows,
-    tolerance,
-)
+from ggmlb.core.ops.spec import Backward, OpSpec, flat
 from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
-    from ggmlb.testing.draw import Program
 
 Unary = Callable[["UnaryOps", Tensor], Tensor]
 
@@ -254,130 +235,15 @@ _BACK: dict[Op, Backward] = {
     Op.COS: lambda c, t, g: c.neg(c.mul(g, c.sin(t.operand(0)))),
 }
 
-
-# -- cases ---
-
-
-SHORT = ("gelu", "gelu_quick", "gelu_erf", "silu")
-"""Not for bf16."""
-
-
-NEW = ("hardswish", "hardsigmoid")
-"""Not in place."""
-
-
-def _draw_unary(name: str, p: Program) -> None:
-    dtype = p.one_of(F32, F16, *([] if name in SHORT else [BF16]), beyond=(BF16,) if name in SHORT else ())
-    p.nmse = 5e-6 if name in ("gelu", "gelu_quick") else tolerance(dtype)
-    high = p.one_of(2, beyond=(30,))  # where a careless formula overflows
-    a = p.operand(dtype, p.ne(), PLAIN, GAPS, beyond=ANY, low=-2, high=high)
-    p.out(name + ("_inplace" if name not in NEW and p.bool() else ""), a)
-
-
-def _draw_function(name: str, p: Program) -> None:
-    dtype = p.one_of(*FLOATS)
-    p.nmse = tolerance(dtype)
-    a = p.operand(dtype, p.ne(), *ROWS, beyond=ANY, low=0.1, high=3)
-    p.out(name + p.one_of("", "_inplace"), a)
-
-
-def _draw_xielu(p: Program) -> None:
-    p.nmse = 1e-6
-    numbers = (p.float(0.1, 1), p.float(0.1, 1), p.float(0.1, 1), p.float(-0.5, -1e-6))
-    p.out("xielu", p.operand(F32, p.ne(), PLAIN, GAPS, beyond=ANY, low=-2, high=2), *numbers)
-
-
-def _draw_leaky_relu(p: Program) -> None:
-    dtype = p.one_of(F32, F16)
-    p.nmse = tolerance(dtype)
-    p.out("leaky_relu", p.operand(dtype, p.ne(), PLAIN, beyond=ANY), p.float(0.01, 0.9), p.bool())
-
-
-def _draw_silu_back(p: Program) -> None:
-    ne = p.ne()
-    p.out("silu_back", p.leaf(F32, ne), p.leaf(F32, ne, low=-3, high=3))
-
-
-def _sample(op: UnaryOp) -> Sample:
-    if op is UnaryOp.XIELU:
-        return lambda c, t: c.xielu(main(c, t), 0.8, 0.8, 0.5, -1e-6)
-    return lambda c, t: c.unary(main(c, t), op)
-
-
-def _spec(op: Op, inplace: int = 0) -> OpSpec:
-    """Return the record of a function with its own op."""
-    name = op.value.lower()
-    return OpSpec(
-        op,
-        backward={0: _BACK[op]},
-        inplace=inplace,
-        shard=elementwise,
-        samples={name: lambda c, t: getattr(c, name)(main(c, t))},
-        cases={name: partial(_draw_function, name)},
-    )
+_INPLACE = (Op.SQR, Op.SQRT, Op.LOG)
 
 
 SPECS = (
-    _spec(Op.SQR, inplace=1),
-    _spec(Op.SQRT, inplace=1),
-    _spec(Op.LOG, inplace=1),
-    _spec(Op.SIN),
-    _spec(Op.COS),
-    OpSpec(
-        Op.SILU_BACK,
-        inplace=2,
-        shard=elementwise,
-        samples={"silu_back": lambda c, t: c.silu_back(main(c, t), main(c, t))},
-        cases={"silu_back": _draw_silu_back},
+    *(
+        OpSpec(op, backward={0: rule}, inplace=int(op in _INPLACE), shard=elementwise)
+        for op, rule in _BACK.items()
     ),
-    OpSpec(
-        Op.LEAKY_RELU,
-        backward={0: _back_leaky_relu},
-        params=("negative_slope",),
-        shard=elementwise,
-        samples={"leaky_relu": lambda c, t: c.leaky_relu(main(c, t), 0.1)},
-        cases={"leaky_relu": _draw_leaky_relu},
-    ),
-    OpSpec(
-        Op.UNARY,
-        backward={0: _back_unary},
-        params=("op",),
-        inplace=1,
-        shard=elementwise,
-        samples={**{f"unary {op.name.lower()}": _sample(op) for op in UnaryOp}},
-        cases={
-            **{
-                name: partial(_draw_unary, name)
-                for name in (
-                    "abs",
-                    "sgn",
-                    "neg",
-                    "step",
-                    "tanh",
-                    "elu",
-                    "relu",
-                    "sigmoid",
-                    "gelu",
-                    "gelu_quick",
-                    "silu",
-                    "hardswish",
-                    "hardsigmoid",
-                    "exp",
-                    "expm1",
-                    "softplus",
-                    "gelu_erf",
-                    "floor",
-                    "ceil",
-                    "round",
-                    "trunc",
-                )
-            },
-            "xielu": _draw_xielu,
-        },
-        perf=(
-            Perf("silu", "f32", lambda c, s: c.silu(rows(c, s))),
-            Perf("gelu", "f32", lambda c, s: c.gelu(rows(c, s))),
-            Perf("gelu_erf", "f32", lambda c, s: c.gelu_erf(rows(c, s))),
-        ),
-    ),
+    OpSpec(Op.SILU_BACK, inplace=2, shard=elementwise),
+    OpSpec(Op.LEAKY_RELU, backward={0: _back_leaky_relu}, params=("negative_slope",), shard=elementwise),
+    OpSpec(Op.UNARY, backward={0: _back_unary}, params=("op",), inplace=1, shard=elementwise),
 )

@@ -9,11 +9,12 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING, NoReturn
 
+from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import BoundsError
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, fail_shape
 from ggmlb.core.ops.binary import window_fault
-from ggmlb.core.ops.spec import F32, OpSpec, flat, passed_on
+from ggmlb.core.ops.spec import OpSpec, flat, passed_on
 from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
@@ -61,16 +62,7 @@ class ViewOps(OpBase):
         return self._window("view_3d", a, (ne0, ne1, ne2, 1), nb, offset)
 
     def view_4d(
-        self,
-        a: Tensor,
-        ne0: int,
-        ne1: int,
-        ne2: int,
-        ne3: int,
-        nb1: int,
-        nb2: int,
-        nb3: int,
-        offset: int = 0,
+        self, a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int, nb1: int, nb2: int, nb3: int, offset: int = 0
     ) -> Tensor:
         """Return a view of four extents with byte strides `nb1`, `nb2` and `nb3` (ggml_view_4d).
 
@@ -206,7 +198,7 @@ def _back_view(c: Context, node: Tensor, grad: Tensor) -> Tensor:
         fail_contiguous("view", "the view", node, "contiguous within its rows")
     scale = 4 // size  # strides in the gradient, f32
     nb1, nb2, nb3 = (n * scale for n in node.nb[1:])
-    zeros = c.fill(base if base.dtype is F32 else c.cast(base, F32), 0)
+    zeros = c.fill(base if base.dtype is DType.F32 else c.cast(base, DType.F32), 0)
     return c.acc_inplace(zeros, grad, nb1, nb2, nb3, offset * scale)
 
 
