@@ -253,7 +253,7 @@ def test_the_nth_call_failing_is_an_error_and_the_next_run_is_right(
             np.testing.assert_array_equal(run(), right)
             assert countdown >= 0, f"call {n_failed} failed, and nothing told it"
         except BackendError as error:
-            assert "no command 'nothing'" in str(error)
+            assert "'nothing' failed" in str(error)
             n_failed += 1
     assert n_failed > 15
     assert [device.link.sizes for device in devices] == [{}, {}], "memory is left"
@@ -300,7 +300,7 @@ def test_what_was_read_ahead_is_read_again_after_a_failure(cluster: Cluster) -> 
                 stream.graph_compute(graph)
                 y.get()
             device.link.queue("nothing")
-            with pytest.raises(BackendError, match="no command"):
+            with pytest.raises(BackendError, match="failed"):
                 stream.graph_compute(graph)
             assert y.to_numpy().tolist() == [2.0] * 100
 

@@ -1,15 +1,13 @@
-"""What a node of other machines' devices refuses: handles, ranges, types and parameters that are forged.
+"""What a node of other machines' devices refuses: handles and ranges that it does not have.
 
-The classes of faults are those that ggml's RPC had; `test_a_class_of_faults_of_rpc_is_refused` has one
-message of each, the other tests more of them.
+Members of a Ray cluster may run any code on its machines, so types and parameters are the driver's to check.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
-import json
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,16 @@ import ggmlb
 from ggmlb import BackendBroken, BackendError, Context, DType, Error, FreedError, Graph, Tensor
 from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import Node, versions
-from ggmlb.backends.ray.wire import NONE, ForgedError, graph_record, packed, read_graph, unpacked, unsendable
+from ggmlb.backends.ray.wire import (
+    NONE,
+    RefusedError,
+    graph_record,
+    node_record,
+    packed,
+    read_graph,
+    unpacked,
+    unsendable,
+)
 from ggmlb.testing.ops import RECORDS
 from ggmlb.testing.programs import load_cases
 
@@ -32,11 +39,7 @@ X = np.arange(16, dtype=np.float32)
 
 
 def message(*commands: Any, blob: bytes = b"") -> bytes:
-    return packed(json.dumps(commands).encode(), [np.frombuffer(blob, np.uint8)])
-
-
-def as_data(record: Any) -> Any:
-    return json.loads(json.dumps(record))
+    return packed(pickle.dumps(commands), [np.frombuffer(blob, np.uint8)])
 
 
 class Session:
@@ -52,10 +55,10 @@ class Session:
         x = ctx.new_tensor(DType.F32, (16,), "x")
         y = ctx.silu(ctx.scale_bias(x, 2.0, 1.0))
         graph = Graph().build_forward_expand(y)
-        self.record: Any = as_data(graph_record(graph.nodes, graph.use_counts(), lambda _: self.buffer))
-        for i, tensor in enumerate(self.record[0]):
-            tensor[-2:] = [self.buffer, 64 * i]
-        self.y_offset = self.record[0][-1][-1]
+        records, numbers = graph_record(graph.nodes, graph.use_counts(), lambda _: self.buffer)
+        placed = [record._replace(handle=self.buffer, offset=64 * i) for i, record in enumerate(records)]
+        self.record: Any = (placed, numbers)
+        self.y_offset = placed[-1].offset
 
     def run(self, *commands: Any, blob: bytes = b"") -> tuple[list[Any], bytes]:
         told, data = unpacked(self.node.run(message(*commands, blob=blob)))
@@ -67,7 +70,7 @@ class Session:
 
     def compute(self, plan: int) -> np.ndarray:
         commands = (
-            ("write", self.buffer, self.record[0][0][-1], X.nbytes, False),
+            ("write", self.buffer, self.record[0][0].offset, X.nbytes, False),
             ("compute", plan),
             ("read", self.buffer, self.y_offset, X.nbytes, False),
         )
@@ -100,14 +103,11 @@ def test_what_is_right_is_done(session: Session) -> None:
     session.run(("free", plan), ("free", session.stream), ("free", session.buffer), ("free", session.other))
 
 
-def plan(session: Session, place: Sequence[int] = (), value: Any = None, nodes: Any = None) -> int:
-    """Make a plan of the session's graph, with another value at a place of its records."""
-    record = session.record[0]
-    for i in place[:-1]:
-        record = record[i]
-    if place:
-        record[place[-1]] = value
-    handle: int = session.ask("plan", session.stream, [session.record[0], nodes or session.record[1]])
+def plan(session: Session, number: int = 0, nodes: Any = None, **fields: Any) -> int:
+    """Make a plan of the session's graph, with other fields of one of its records."""
+    records, numbers = session.record
+    records[number] = records[number]._replace(**fields)
+    handle: int = session.ask("plan", session.stream, (records, nodes or numbers))
     return handle
 
 
@@ -117,24 +117,20 @@ def compute_in_freed_memory(session: Session) -> None:
     session.ask("compute", kept)
 
 
-FUNCTION = [["map_custom1", [0], [1 << 47, 1, 1 << 47]]]
 FAULTS_OF_RPC: dict[str, Callable[[Session], object]] = {
     "read at an address: CVE-2024-42478": lambda s: s.ask("read", X.ctypes.data, 0, 16, False),
     "write at an address: CVE-2024-42479": lambda s: s.run(
         ("write", X.ctypes.data, 0, 16, False), blob=bytes(16)
     ),
     "copy beyond its target: ggml PR 1103": lambda s: s.ask("copy", s.buffer, 0, s.other, SIZE - 64, 128),
-    "type beyond the table: CVE-2024-42477": lambda s: plan(s, (0, 1), 1 << 20),
-    "tensor in no buffer: llama.cpp PR 20908": lambda s: plan(s, (1, -2), -1),
-    "node that is none: llama.cpp issue 25299": lambda s: plan(s, nodes=[-1]),
-    "function as a parameter: llama.cpp issue 25289": lambda s: plan(s, (1, 0), FUNCTION),
+    "tensor in no buffer: llama.cpp PR 20908": lambda s: plan(s, 1, handle=NONE),
     "cached graph in freed memory: llama.cpp PR 24292": compute_in_freed_memory,
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_RPC.values(), ids=FAULTS_OF_RPC)
 def test_a_class_of_faults_of_rpc_is_refused(session: Session, fault: Callable[[Session], object]) -> None:
-    with pytest.raises((ForgedError, FreedError)):
+    with pytest.raises((RefusedError, FreedError)):
         fault(session)
     assert session.is_other_untouched()
 
@@ -146,9 +142,6 @@ WRONG_HANDLES: list[Callable[[Session], Any]] = [
     lambda s: id(s.buffer),
     lambda s: X.ctypes.data,
     lambda s: s.buffer + 1,
-    lambda s: float(s.buffer),
-    lambda s: str(s.buffer),
-    lambda s: [s.buffer],
     lambda s: s.stream,
     lambda s: Session().buffer,
 ]
@@ -170,21 +163,19 @@ def test_only_its_own_handles_of_the_kind_are_taken(
         ("copy", session.buffer, 0, handle, 0, 16),
         ("compute", handle),
     ):
-        with pytest.raises(ForgedError):
+        with pytest.raises(RefusedError):
             session.run(command, blob=bytes(16))
-    for tensor in session.record[0]:
-        tensor[-2] = handle
-    with pytest.raises(ForgedError):
-        session.ask("plan", session.stream, session.record)
+    with pytest.raises(RefusedError):
+        plan(session, 1, handle=handle)
     assert session.is_other_untouched()
 
 
 @pytest.mark.parametrize("handle", [0, None, "CPU", 1 << 51])
 def test_only_its_own_streams_are_taken(session: Session, handle: Any) -> None:
     for command in (("plan", handle, session.record), ("free", handle), ("threads", handle, 1)):
-        with pytest.raises(ForgedError):
+        with pytest.raises(RefusedError):
             session.ask(*command)
-    with pytest.raises(ForgedError):
+    with pytest.raises(RefusedError):
         session.ask("threads", session.buffer, 1)
 
 
@@ -204,16 +195,16 @@ def test_ranges_lie_in_their_buffer(session: Session, offset: Any, nbytes: Any) 
         ("copy", session.buffer, offset, session.other, 0, nbytes),
         ("copy", session.other, 0, session.buffer, offset, nbytes),
     ):
-        with pytest.raises(ForgedError):
+        with pytest.raises(RefusedError):
             session.run(command, blob=bytes(16))
     assert session.is_other_untouched()
 
 
 def test_data_have_the_size_that_was_told(session: Session) -> None:
-    with pytest.raises(ForgedError, match="16 bytes are to be written, and 4 came"):
+    with pytest.raises(RefusedError, match="16 bytes are to be written, and 4 came"):
         session.run(("write", session.buffer, 0, 16, False), blob=bytes(4))
-    for data in ((), (b"x" * 16,), (np.zeros(4, np.float32),), (np.zeros(8, np.uint8),)):
-        with pytest.raises(ForgedError):
+    for data in ((), (np.zeros(8, np.uint8),)):
+        with pytest.raises(RefusedError):
             session.node.run(message(("write", session.buffer, 0, 16, True)), *data)
 
 
@@ -228,126 +219,41 @@ def test_sums_are_in_order(session: Session, counts: tuple[int, int]) -> None:
     assert got == (np.float32(1e8) + np.float32(1)) - np.float32(1e8)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "counts"),
-    [(4, (0, 3)), (4, (-1, 1)), (4, (1 << 40, 0)), (4, (None, 1)), (6, (0, 1)), (8, (1, 0))],
-)
-def test_forged_sums_are_refused(session: Session, nbytes: int, counts: tuple[Any, Any]) -> None:
-    with pytest.raises(ForgedError):
-        session.node.run(message(("add", session.buffer, 0, nbytes, *counts)), np.zeros(4, np.uint8))
+def test_a_sum_needs_its_arrays(session: Session) -> None:
+    for counts in ((0, 3), (1 << 10, 0)):
+        with pytest.raises(RefusedError):
+            session.node.run(message(("add", session.buffer, 0, 4, *counts)), np.zeros(4, np.uint8))
 
 
-@pytest.mark.parametrize(
-    "data", [b"abc", None, "[]", [1], b"\xff\xff\xff\xff[", b"\2\0\0\0[[", b"\1\0\0\0005"]
-)
-def test_what_is_no_message_is_an_error(session: Session, data: Any) -> None:
-    with pytest.raises(ForgedError):
-        session.node.run(data)
-
-
-FORGED = {
-    "type beyond the table": (0, 1, 999),
-    "negative type": (0, 1, -1),
-    "removed type": (0, 1, "Q4_2"),
-    "type is true": (0, 1, True),
-    "no type": (0, 1, None),
-    "three extents": (0, 2, [16, 1, 1]),
-    "negative extent": (0, 2, [-16, 1, 1, 1]),
-    "extents overflow": (0, 2, [1 << 62, 1 << 62, 1, 1]),
-    "more than the buffer": (0, 2, [SIZE, 1, 1, 1]),
-    "fewer than the op reads": (0, 2, [0, 1, 1]),
-    "strides leave the buffer": (0, 3, [SIZE, SIZE, SIZE, SIZE]),
-    "stride out of range": (0, 3, [4, -64, 64, 64]),
-    "flags of a leaf": (0, 4, 1 << 40),
-    "a viewed tensor that follows": (0, 6, 1),
-    "offset beyond": (0, 8, SIZE),
-    "negative offset": (1, 8, -64),
-    "offset not aligned": (1, 8, 2),
-    "extents that the calls do not give": (1, 2, [32, 1, 1, 1]),
-    "another type": (1, 1, "F16"),
-    "calls are a number": (1, 0, 5),
-    "a call is a name": (1, 0, ["sqr"]),
-    "no op": (1, 0, [["format_disk", [0], []]]),
-    "op is a number": (1, 0, [[3, [0], []]]),
-    "a method that is no op": (1, 0, [["new_tensor", [], ["F32", [16]]]]),
-    "a hidden method": (1, 0, [["_take", [0], []]]),
-    "a method that reads": (1, 0, [["flash_attn_ext_get_prec", [0], []]]),
-    "a change of another node": (1, 0, [["sqr", [0], []], ["mul_mat_set_prec", [], [10]]]),
-    "an operand that follows": (1, 0, [["sqr", [1], []]]),
-    "an operand beyond": (1, 0, [["sqr", [99], []]]),
-    "an operand that is no number": (1, 0, [["sqr", ["x"], []]]),
-    "an operand too few": (1, 0, [["add", [0], []]]),
-    "an operand too many": (1, 0, [["sqr", [0, 0], []]]),
-    "an absent operand": (1, 0, [["sqr", [-1], []]]),
-    "an argument too few": (1, 0, [["scale", [0], []]]),
-    "code": (1, 0, [["scale", [0], ["__import__('os')"]]]),
-    "no number": (1, 0, [["scale", [0], [None]]]),
-    "an object": (1, 0, [["scale", [0], [{"scale": 1}]]]),
-    "beyond an enum": (1, 0, [["unary", [0], [99]]]),
-    "a function's address": (1, 0, [["map_custom1", [0], [140_000_000, 1, 0]]]),
-    "a function's name": (1, 0, [["map_custom1", [0], ["os.system", 1, "ls"]]]),
-    "a function of all": (1, 0, [["custom_4d", [0], [1 << 47, 1, 1 << 47]]]),
-    "a view beyond its tensor": (1, 0, [["view", [0], [[16, 1, 1, 1], [4, 64, 64, 64], 64]]]),
-    "a view of negative strides": (1, 0, [["view", [0], [[16, 1, 1, 1], [-4, 64, 64, 64], 0]]]),
-    "flags of a node": (1, 4, 1 << 40),
-    "flags are text": (1, 4, "1"),
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "offset beyond": (0, {"offset": SIZE}),
+    "negative offset": (1, {"offset": -64}),
+    "offset not aligned": (1, {"offset": 2}),
+    "offset is no number": (1, {"offset": "0"}),
+    "more than the buffer": (0, {"ne": (SIZE, 1, 1, 1), "nb": None}),
+    "strides leave the buffer": (0, {"ne": (2, 2, 1, 1), "nb": (4, SIZE, SIZE, SIZE)}),
+    "a view that ends beyond": (1, {"viewed": 0, "offset": SIZE}),
+    "a viewed tensor that follows": (0, {"viewed": 1}),
+    "an operand that follows": (1, {"src": (2,)}),
+    "in no buffer": (1, {"handle": NONE}),
 }
 
 
-@pytest.mark.parametrize(("number", "field", "value"), FORGED.values(), ids=FORGED)
-def test_forged_tensors_are_refused(session: Session, number: int, field: int, value: Any) -> None:
-    with pytest.raises(ForgedError):
-        plan(session, (number, field), value)
+@pytest.mark.parametrize(("number", "fields"), PLACES.values(), ids=PLACES)
+def test_tensors_lie_in_their_buffers(session: Session, number: int, fields: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError):
+        plan(session, number, **fields)
 
 
-@pytest.mark.parametrize("record", [[], [1], [[]] * 3, 5, None, {"calls": []}])
+@pytest.mark.parametrize("record", [(), 5, None, {"op": "sqr"}])
 def test_what_is_no_record_is_refused(session: Session, record: Any) -> None:
     session.record[0][1] = record
-    with pytest.raises(ForgedError):
+    with pytest.raises(RefusedError):
         plan(session)
 
 
-def small(session: Session, op: str, sizes: Sequence[int], n: int, args: Sequence[Any] = ()) -> Any:
-    """Return a graph of an op whose operands are rows of these sizes, and its result a row of `n`."""
-
-    def row(calls: Any, n: int, offset: int) -> list[Any]:
-        return [calls, "F32", [n, 1, 1, 1], [4, 4 * n, 4 * n, 4 * n], 0, "", -1, session.buffer, offset]
-
-    operands = [row([], size, SIZE - 64) for size in sizes]
-    return [[*operands, row([[op, list(range(len(sizes))), args]], n, 0)], [len(sizes)]]
-
-
-@pytest.mark.parametrize(
-    ("op", "sizes", "args"),
-    [
-        ("add", (16, 3), ()),
-        ("mul_mat", (16, 8), ()),
-        ("silu_back", (16, 4), ()),
-        ("reshape_4d", (16,), (512, 1, 1, 1)),
-        ("repeat_back", (16, 5), ()),
-        ("get_rows_back", (16, 4, 8), ()),
-        ("swiglu_split", (16, 8), ()),
-        ("acc", (16, 16), (64, 64, 64, 4)),
-        ("ssm_conv", (4, 16), ()),
-        ("group_norm", (16,), (0, 1e-6)),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(
-    session: Session, op: str, sizes: Sequence[int], args: Any
-) -> None:
-    with pytest.raises(ForgedError, match=op):
-        session.ask("plan", session.stream, small(session, op, sizes, 16, args))
-
-
-@pytest.mark.parametrize("device", ["CPU", "LLVM"])
-@pytest.mark.parametrize("op", ["sqr", "silu", "cont", "soft_max"])
-def test_results_have_the_extents_of_what_they_read(device: str, op: str) -> None:
-    """A node with another result than its operand's read foreign memory."""
-    session = session_on(device)
-    session.run(("plan", session.stream, small(session, op, [16], 16)))
-    for n_read, n in ((16, 512), (16, 15), (17, 17)):
-        with pytest.raises(ForgedError):
-            session.ask("plan", session.stream, small(session, op, [n_read], n))
+def nowhere(handle: int) -> Any:
+    """In no buffer."""
 
 
 def graphs() -> Iterator[tuple[str, Graph]]:
@@ -368,14 +274,14 @@ def test_graphs_come_as_they_were() -> None:
     for name, graph in graphs():
         if any(unsendable(node) for node in graph.nodes):
             continue
-        data = as_data(graph_record(graph.nodes, {}, lambda _: NONE))
-        for node, got in zip(graph.nodes, read_graph(data, lambda _: None).nodes, strict=True):
+        records = pickle.loads(pickle.dumps(graph_record(graph.nodes, {}, lambda _: NONE)))
+        for node, got in zip(graph.nodes, read_graph(records, nowhere).nodes, strict=True):
             seen.add(node.op)
             operands = [[t and (t.dtype, t.ne, t.nb) for t in of.src] for of in (node, got)]
             assert (facts(got), operands[1]) == (facts(node), operands[0]), name
-            near = {k: pytest.approx(v) if isinstance(v, float) else v for k, v in node.params.items()}
-            assert got.params == near, name
-            assert [type(got.params[k]) for k in near] == [type(v) for v in node.params.values()], name
+            assert got.params == node.params, name
+            assert [type(v) for v in got.params.values()] == [type(v) for v in node.params.values()], name
+            hash(node_record(node))
     assert seen >= {op for op, record in RECORDS.items() if record.of_ggml}
 
 
@@ -394,13 +300,13 @@ def test_memory_that_was_freed_is_not_computed_in(session: Session) -> None:
     with pytest.raises(FreedError):
         session.ask("compute", plan)
     assert set(session.run(("read", again, 0, SIZE, False))[1]) == {7}
-    with pytest.raises(ForgedError):
+    with pytest.raises(RefusedError):
         session.ask("read", session.buffer, 0, 4, False)
-    with pytest.raises(ForgedError):
+    with pytest.raises(RefusedError):
         session.ask("free", session.buffer)
     session.ask("free", plan)
     for command in (("compute", plan), ("free", plan)):
-        with pytest.raises(ForgedError):
+        with pytest.raises(RefusedError):
             session.run(command)
 
 
@@ -410,7 +316,7 @@ def test_a_plan_of_a_closed_stream_is_not_computed(session: Session) -> None:
     with pytest.raises(Error):
         session.ask("compute", plan)
     session.ask("free", plan)
-    with pytest.raises(ForgedError):
+    with pytest.raises(RefusedError):
         session.ask("free", plan)
 
 
@@ -418,23 +324,14 @@ def test_a_plan_of_a_closed_stream_is_not_computed(session: Session) -> None:
     "commands",
     [
         [("facts",)],
-        [("__init__",)],
-        [("_do_alloc", "CPU", 0, 16)],
-        [(None,)],
         [("alloc",)],
         [("alloc", "CPU", 0)],
         [("alloc", "CPU", 9, 16)],
         [("alloc", "/etc/passwd", 0, 16)],
         [("alloc", "CPU", 0, -1)],
         [("open", "CPU", {"n_threads": 1 << 40})],
-        [("open", "CPU", 5)],
-        [("declines", "CPU", "[]")],
-        [("declines", "CPU", "no json")],
-        [("declines", "CPU", None)],
-        [("stores", "CPU", 1, "[[], []]")],
+        [("declines", "CPU", ())],
         [("usage", 1, "OTHER")],
-        [()],
-        [5],
     ],
 )
 def test_other_messages_are_errors_of_ours(session: Session, commands: Any) -> None:
@@ -460,27 +357,18 @@ def test_only_shared_files_are_read(tmp_path: Path) -> None:
     facts = (stat.st_size, stat.st_mtime_ns)
     session.ask("load", session.buffer, 64, 100, str(file), 50, *facts)
     assert session.run(("read", session.buffer, 64, 100, False))[1] == bytes(range(50, 150))
-    for path in (
-        secret,
-        shared / "link",
-        shared / ".." / "secret",
-        beside,
-        "weights",
-        "/etc/passwd",
-        5,
-        "a\0b",
-    ):
-        with pytest.raises(ForgedError):
-            session.ask("load", session.buffer, 0, 100, path if path == 5 else str(path), 0, 200, facts[1])
+    for path in (secret, shared / "link", shared / ".." / "secret", beside, "weights", "/etc/passwd"):
+        with pytest.raises(RefusedError):
+            session.ask("load", session.buffer, 0, 100, str(path), 0, 200, facts[1])
     for offset, n in ((150, 100), (-1, 10), (1 << 60, 10)):
-        with pytest.raises(ForgedError):
+        with pytest.raises(RefusedError):
             session.ask("load", session.buffer, 0, n, str(file), offset, *facts)
     for size, time in ((201, facts[1]), (200, facts[1] + 1)):
         with pytest.raises(BackendError, match="another file here"):
             session.ask("load", session.buffer, 0, 10, str(file), 0, size, time)
     with pytest.raises(BackendError, match="cannot be read here"):
         session.ask("load", session.buffer, 0, 10, str(shared / "absent"), 0, *facts)
-    with pytest.raises(ForgedError):
+    with pytest.raises(RefusedError):
         Session().ask("load", session.buffer, 0, 10, str(file), 0, *facts)
 
 
@@ -497,10 +385,10 @@ def test_data_of_a_mapped_file_are_recognised(tmp_path: Path) -> None:
 
 
 def test_what_follows_a_failure_is_not_done_but_releases(session: Session) -> None:
-    with pytest.raises(ForgedError, match="no command"):
+    with pytest.raises(BackendError, match="nothing"):
         session.run(("nothing",), ("clear", session.other, 9), ("free", session.buffer))
     assert session.is_other_untouched()
-    with pytest.raises(ForgedError):
+    with pytest.raises(RefusedError):
         session.ask("clear", session.buffer, 1)
 
 
@@ -509,27 +397,13 @@ def test_other_versions_are_refused() -> None:
         Node({**versions(), "ggmlb": "9.9"}, ["CPU"])
 
 
-NUMBERS = st.lists(st.integers(-3, 5000), max_size=5)
-MAPPINGS = st.dictionaries(st.text(max_size=3), st.integers(), max_size=2)
-SINGLE = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 300), st.integers(), st.floats(), st.text(max_size=5)
+@given(
+    number=st.integers(0, 2),
+    field=st.sampled_from(["offset", "handle", "viewed"]),
+    value=st.one_of(st.integers(-3, 2 * SIZE), st.integers()),
 )
-FIELDS = st.one_of(SINGLE, NUMBERS, MAPPINGS)
-
-
-@pytest.mark.parametrize("device", ["CPU", "LLVM"])
-@given(data=st.data())
-def test_a_changed_plan_is_refused_or_stays_in_its_memory(device: str, data: st.DataObject) -> None:
-
-    session = session_on(device)
-    record = copy.deepcopy(session.record)
-    for _ in range(data.draw(st.integers(1, 3))):
-        tensor = data.draw(st.sampled_from(record[0]))
-        field = data.draw(st.integers(0, len(tensor) - 1))
-        if isinstance(tensor[field], list) and tensor[field] and data.draw(st.booleans()):
-            tensor[field][data.draw(st.integers(0, len(tensor[field]) - 1))] = data.draw(FIELDS)
-        else:
-            tensor[field] = data.draw(FIELDS)
+def test_another_place_is_refused_or_in_the_memory(number: int, field: str, value: int) -> None:
+    session = Session()
     with suppress(Error):
-        session.compute(session.ask("plan", session.stream, record))
+        session.compute(plan(session, number, **{field: value}))
     assert session.is_other_untouched()

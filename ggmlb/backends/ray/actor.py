@@ -20,7 +20,7 @@ class NodeActor:
     makes it, as Ray tells of an error in a constructor in words only.
     """
 
-    def start(self, *args: Any) -> str:
+    def start(self, *args: Any) -> list[dict[str, Any]]:
         """Make the node; see `Node`. Return its facts."""
         self._node = Node(*args)
         return self._node.facts()

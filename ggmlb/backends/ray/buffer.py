@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.backends.ray.link import CHUNK, MemoryRange
-from ggmlb.backends.ray.node import APART
-from ggmlb.backends.ray.wire import NONE, node_record
+from ggmlb.backends.ray.node import APART, Stored
+from ggmlb.backends.ray.wire import NONE, Records, node_record
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import readable_size
@@ -20,17 +20,6 @@ from ggmlb.interface.data import Bytes, Pieces
 if TYPE_CHECKING:
     from ggmlb.backends.ray.device import RayDevice
     from ggmlb.backends.ray.link import Link
-
-
-class Stored(NamedTuple):
-    """A tensor in a kind of memory: its size [bytes], and the answers of `BufferType` there."""
-
-    nbytes: int
-    dtype: DType
-    nb: Ne
-    packing: str
-    suits: bool
-    is_readable: bool
 
 
 class RayBufferType(BufferType):
@@ -49,7 +38,7 @@ class RayBufferType(BufferType):
         self._number = number
         self._max_size: int = facts["max_size"]
         self.is_plain: bool = facts["is_plain"]
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[Records, Stored] = {}
 
     @property
     def max_size(self) -> int:
@@ -79,9 +68,7 @@ class RayBufferType(BufferType):
     def _of(self, tensor: Tensor) -> Stored:
         record = node_record(tensor)
         if record not in self._stored:
-            found = self.device.link.ask("stores", self.device.far_name, self._number, record)
-            nbytes, dtype, nb, *more = found
-            self._stored[record] = Stored(nbytes, DType.parse(dtype), tuple(nb), *more)
+            self._stored[record] = self.device.link.ask("stores", self.device.far_name, self._number, record)
         return self._stored[record]
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
@@ -175,7 +162,7 @@ class RayBuffer(Buffer):
         return queue_copy(src, dst)
 
     def _set_usage(self, usage: BufferUsage) -> None:
-        self.link.queue("usage", self.handle, usage.name)
+        self.link.queue("usage", self.handle, usage)
 
     def _free(self) -> None:
         self._release()
@@ -193,7 +180,7 @@ class RayStoringBuffer(RayBuffer):
     def _init_tensor(self, tensor: Tensor) -> None:
         self.link.ask("init", self._record(tensor))
 
-    def _record(self, tensor: Tensor) -> str:
+    def _record(self, tensor: Tensor) -> Records:
         return node_record(tensor, lambda buffer: self.handle if buffer is self else NONE)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -162,7 +161,7 @@ def _facts(node: str, answer: Any) -> list[Mapping[str, Any]]:
     from ray import exceptions
 
     try:
-        facts: list[Mapping[str, Any]] = json.loads(ray.get(answer, timeout=START_S))
+        facts: list[Mapping[str, Any]] = ray.get(answer, timeout=START_S)
         return facts
     except exceptions.GetTimeoutError:
         raise BackendUnavailable(

@@ -9,7 +9,7 @@ from ggmlb.backends.ray import RayReg
 from ggmlb.backends.ray.backend import RayBackend, RayEvent
 from ggmlb.backends.ray.buffer import RayBuffer, RayBufferType
 from ggmlb.backends.ray.link import Link
-from ggmlb.backends.ray.wire import NONE, node_record, unsendable
+from ggmlb.backends.ray.wire import NONE, Records, node_record, unsendable
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
@@ -36,7 +36,7 @@ class RayDevice(Device):
         self.by_name_only = facts["by_name_only"]
         self._type = DeviceType.ACCEL if kind is DeviceType.CPU else kind
         self._memories = tuple(RayBufferType(self, i, of) for i, of in enumerate(facts["memories"]))
-        self._declined: dict[str, str | None] = {}
+        self._declined: dict[Records, str | None] = {}
 
     @property
     def name(self) -> str:

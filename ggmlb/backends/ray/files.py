@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.ray.wire import MAX_EXTENT, forged, number_below
+from ggmlb.backends.ray.wire import MAX_EXTENT, number_below, refuse
 from ggmlb.core.errors import BackendError
 
 Bytes = npt.NDArray[np.uint8]
@@ -71,25 +71,25 @@ class SharedFiles:
             return None
         return None
 
-    def read(self, nbytes: int, path: Any, offset: Any, size: Any, mtime_ns: Any) -> Bytes:
+    def read(self, nbytes: int, path: str, offset: int, size: int, mtime_ns: int) -> Bytes:
         """Read a part of a file that a driver names.
 
         Raises:
             BackendError: The file cannot be read, or is another here.
-            ForgedError: It is in no shared folder, or the part is beyond its end.
+            RefusedError: It is in no shared folder, or the part is beyond its end.
         """
-        if not (isinstance(path, str) and os.path.isabs(path) and "\0" not in path and self.holds(path)):
-            forged(f"{path!r} is in none of the shared folders {list(self.folders)}")
+        if not self.holds(path):
+            refuse(f"{path!r} is in none of the shared folders {list(self.folders)}")
         start = number_below(offset, MAX_EXTENT, "an offset")
         try:
             with open(os.path.realpath(path), "rb") as file:
                 stat = os.fstat(file.fileno())
-                if [stat.st_size, stat.st_mtime_ns] != [size, mtime_ns]:
+                if (stat.st_size, stat.st_mtime_ns) != (size, mtime_ns):
                     raise BackendError(
                         f"{path} is another file here than on the driver's machine; copy it again"
                     )
                 if start + nbytes > stat.st_size:
-                    forged(f"bytes {start} to {start + nbytes} of {path}, which has {stat.st_size}")
+                    refuse(f"bytes {start} to {start + nbytes} of {path}, which has {stat.st_size}")
                 file.seek(start)
                 data = np.empty(nbytes, np.uint8)
                 if file.readinto(data.data) != nbytes:

@@ -13,7 +13,7 @@ them when they go from node to node. Smaller data are part of the message.
 
 from __future__ import annotations
 
-import json
+import pickle
 import threading
 import weakref
 from collections import deque
@@ -26,7 +26,7 @@ from ray import exceptions
 
 from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import APART, Message
-from ggmlb.backends.ray.wire import Bytes, packed, unpacked
+from ggmlb.backends.ray.wire import Bytes, Records, packed, unpacked
 from ggmlb.core.errors import BackendError, DeviceLostError, Error, one_line, readable_size
 from ggmlb.system.progress import Task
 
@@ -53,12 +53,12 @@ class MemoryRange(NamedTuple):
     """A range of a node's memory.
 
     Attributes:
-        place: A buffer's handle; or a tensor as JSON, where the memory stores another layout.
+        place: A buffer's handle; or a tensor, where the memory stores another layout.
         offset: In the buffer, or in the tensor [bytes].
         nbytes: Its size.
     """
 
-    place: int | str
+    place: int | Records
     offset: int
     nbytes: int
 
@@ -350,7 +350,7 @@ class Link:
     def _send(self, commands: Message) -> None:
         if not ray.is_initialized():
             raise self._lose("Ray was shut down")
-        message = json.dumps(commands, separators=(",", ":")).encode()
+        message = pickle.dumps(commands)
         n_returns = 1 + self._n_apart_read
         if n_returns not in self._run:
             self._run[n_returns] = self._actor.run.options(num_returns=n_returns)

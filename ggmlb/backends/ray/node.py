@@ -1,24 +1,23 @@
-"""Node: the far side of a connection. It owns the devices of a machine, and does what a driver asks for.
+"""Node: the remote end of a connection. It owns the devices of a machine, and runs the driver's commands.
 
-A message is a list of commands, each a name and plain arguments, and the bytes to be written. Buffers,
-streams and plans are known by handles: random numbers that this node drew.
-What a message names is checked before it is used: the handle (which also tells a freed buffer), the range,
-the type, the parameters.
+A message is a list of commands, each a name and arguments, and the bytes to be written. Buffers, streams and
+plans are named by handles: random numbers that this node drew, so that a freed one is never another. Handles
+and ranges are checked before use.
 
 The commands of a message run in order, and have run when it returns. After one that fails, only those that
-release something are still done.
+release something are still run.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 import platform
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,42 +25,32 @@ from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.wire import (
     MAX_EXTENT,
     Bytes,
-    forged,
+    Records,
     number_below,
     packed,
     read_graph,
     read_node,
+    refuse,
     unpacked,
 )
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import BufferUsage, as_enum
-from ggmlb.core.errors import (
-    BackendBroken,
-    BackendError,
-    Error,
-    FreedError,
-    RegistryError,
-    did_you_mean,
-    one_line,
-)
-from ggmlb.core.tensor import Tensor
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import BackendBroken, BackendError, Error, FreedError, one_line
+from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Device, GraphPlan, registry, tensor_copy
 
 Message = Sequence[Sequence[Any]]
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Version of the messages."""
 
 APART: Final = 1 << 16
 """Bytes from which data are objects of their own in the object store."""
 
-MAX_NODES: Final = 1 << 12
-"""Most arrays that are summed."""
-
 NOTHING: Final = np.empty(0, np.uint8)
 
 RELEASES: Final = ("free", "wait")
-"""Commands that are done after a failure too."""
+"""Commands that are run after a failure too."""
 
 T = TypeVar("T")
 
@@ -74,6 +63,17 @@ def versions() -> dict[str, Any]:
         "python": ".".join(platform.python_version_tuple()[:2]),
         "byte order": sys.byteorder,
     }
+
+
+class Stored(NamedTuple):
+    """A tensor in a buffer type: its size [bytes], and the answers of `BufferType` there."""
+
+    nbytes: int
+    dtype: DType
+    nb: Ne
+    packing: str
+    suits: bool
+    is_readable: bool
 
 
 class Node:
@@ -104,103 +104,83 @@ class Node:
         self._inbox, self._outbox = _Inbox(NOTHING, ()), _Outbox()
         self._commands = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_do_")}
 
-    def facts(self) -> str:
-        """Return the devices as JSON."""
-        return json.dumps([_facts_of(device) for device in self._devices.values()])
+    def facts(self) -> list[dict[str, Any]]:
+        """Return name, type and memories of each device."""
+        return [_facts_of(device) for device in self._devices.values()]
 
     def run(self, message: bytes, *apart: Any) -> Any:
-        """Do the commands of a message.
+        """Run the commands of a message.
 
         Args:
-            message: The commands as JSON, and small data to write, one after another (`packed`).
+            message: The commands, and small data to write, one after another (`packed`).
             *apart: Data to write that are objects of their own, and objects only to be waited for.
 
         Returns:
-            The commands' results as JSON and the small data read, one after another (`packed`), as one
-            object; then each array of at least `APART` bytes, and each that another node asked for, as its
-            own.
+            The commands' results and the small data read, one after another (`packed`), as one object; then
+            each array of at least `APART` bytes, and each that another node asked for, as its own.
 
         Raises:
             Error: Of the first command that failed.
         """
         commands, blob = unpacked(message)
-        if not isinstance(commands, list):
-            forged("a message is a list of commands")
         self._inbox = _Inbox(blob, apart)
         self._outbox = _Outbox()
         results: list[Any] = []
         failure: Error | None = None
-        for command in (*commands, ["wait"]):
+        for name, *args in (*commands, ("wait",)):
             try:
-                if command[:1] not in (["read"], ["wait"]):
+                if name not in ("read", "wait"):
                     self._outbox.copy()
-                if failure is None or command[0] in RELEASES:
-                    result = self._do(command)
+                if failure is None or name in RELEASES:
+                    result = self._commands[name](*args)
                     if result is not None:
                         results.append(result)
             except Error as error:
                 failure = failure or error
             except Exception as error:
-                name = str(command)[:40]
-                failure = failure or BackendError(f"{name} failed on {platform.node()}: {one_line(error)}")
+                failure = failure or BackendError(f"{name!r} failed on {platform.node()}: {one_line(error)}")
         self._inbox, outbox, self._outbox = _Inbox(NOTHING, ()), self._outbox, _Outbox()
         if failure is not None:
             failure.__traceback__ = None  # its frames would keep buffers
             raise failure
-        first = packed(json.dumps(results).encode() if results else b"", outbox.small)
+        first = packed(pickle.dumps(results) if results else b"", outbox.small)
         return (first, *outbox.apart) if outbox.apart else first
 
     # -- look-ups ------------------------------------------------------------------------------
 
-    def _do(self, command: Any) -> Any:
-        if not (isinstance(command, list) and command and isinstance(command[0], str)):
-            forged("a command is a list that begins with its name")
-        name, *arguments = command
-        if name not in self._commands:
-            forged(f"there is no command {name!r}")
-        return self._commands[name](*arguments)
-
-    def _of(self, kind: Any, handle: Any) -> Any:
-        found = self._things.get(handle) if type(handle) is int else None
-        if not isinstance(found, kind):
-            forged(f"{handle!r} is no {getattr(kind, '__name__', 'handle')} of this node (or was freed)")
+    def _of(self, kind: type[T], handle: int) -> T:
+        found = self._things.get(handle)
+        if found is None or not isinstance(found, kind):
+            refuse(f"{handle!r} is no {kind.__name__} of this node (or was freed)")
         return found
 
-    def _device(self, name: Any) -> Device:
-        found = self._devices.get(name) if isinstance(name, str) else None
-        if found is None:
-            raise RegistryError(f"this node has no device {name!r}{did_you_mean(str(name), self._devices)}")
-        return found
+    def _buffer(self, handle: int) -> Buffer:
+        return self._of(Buffer, handle)  # type: ignore[type-abstract]
 
-    def _buffer(self, handle: Any) -> Buffer:
-        buffer: Buffer = self._of(Buffer, handle)
-        return buffer
-
-    def _span(self, place: Any, offset: Any, nbytes: Any) -> tuple[Tensor, int, int]:
+    def _span(self, place: int | Records, offset: int, nbytes: int) -> tuple[Tensor, int, int]:
         """Return a tensor, and a range of bytes in it.
 
         Args:
-            place: A buffer's handle; or a tensor as JSON, where the memory stores another layout.
+            place: A buffer's handle; or a tensor, where the memory stores another layout.
             offset: In the buffer, or in the tensor.
             nbytes: Size of the range.
         """
         n, start = number_below(nbytes, MAX_EXTENT, "a size"), number_below(offset, MAX_EXTENT, "an offset")
-        if isinstance(place, str):
+        if isinstance(place, tuple):
             return read_node(place, self._buffer), start, n
         buffer = self._buffer(place)
         if start + n > buffer.size:
-            forged(f"bytes {start} to {start + n} of a buffer of {buffer.size}")
+            refuse(f"bytes {start} to {start + n} of a buffer of {buffer.size}")
         span = Tensor(DType.I8, (n, 1, 1, 1))
         span.buffer, span.offset = buffer, start
         return span, 0, n
 
-    def _memory(self, device: Any, number: Any) -> BufferType:
+    def _memory(self, device: str, number: int) -> BufferType:
         """Return a buffer type: the device's own, or one of its extra ones."""
-        found = _memories(self._device(device))
-        return found[number_below(number, len(found), "a kind of memory")]
+        return _memories(self._devices[device])[number]
 
     def _add(self, thing: Buffer | Backend | GraphPlan) -> int:
-        handle = secrets.randbits(52)  # a whole number in any reader of JSON
+        handle = secrets.randbits(63)
         self._things[handle] = thing
         return handle
 
@@ -212,49 +192,43 @@ class Node:
 
     # -- devices -------------------------------------------------------------------------------
 
-    def _do_memory(self, device: Any) -> list[int]:
-        return list(self._device(device).memory)
+    def _do_memory(self, device: str) -> tuple[int, int]:
+        return self._devices[device].memory
 
-    def _do_declines(self, device: Any, node: Any) -> str:
-        return self._device(device).declines(read_node(node, self._buffer)) or ""
+    def _do_declines(self, device: str, node: Records) -> str:
+        return self._devices[device].declines(read_node(node, self._buffer)) or ""
 
-    def _do_stores(self, device: Any, memory: Any, tensor: Any) -> list[Any]:
-        """Return the size of a tensor in a kind of memory, its layout there, and more answers."""
+    def _do_stores(self, device: str, memory: int, tensor: Records) -> Stored:
         buft, t = self._memory(device, memory), read_node(tensor, self._buffer)
-        dtype, nb = buft.stored_layout(t)
-        return [buft.alloc_size(t), int(dtype), list(nb), buft.packing(t), buft.suits(t), buft.is_readable(t)]
+        layout = buft.stored_layout(t)
+        return Stored(buft.alloc_size(t), *layout, buft.packing(t), buft.suits(t), buft.is_readable(t))
 
     # -- memory --------------------------------------------------------------------------------
 
-    def _do_alloc(self, device: Any, memory: Any, nbytes: Any) -> int:
-        buft = self._memory(device, memory)
-        return self._add(buft.alloc_buffer(number_below(nbytes, 1 << 63, "a size")))
+    def _do_alloc(self, device: str, memory: int, nbytes: int) -> int:
+        return self._add(self._memory(device, memory).alloc_buffer(nbytes))
 
-    def _do_usage(self, handle: Any, usage: Any) -> None:
-        buffer = self._buffer(handle)
-        buffer.usage = as_enum("usage", BufferUsage, usage)
+    def _do_usage(self, handle: int, usage: BufferUsage) -> None:
+        self._buffer(handle).usage = usage
 
-    def _do_clear(self, handle: Any, value: Any) -> None:
+    def _do_clear(self, handle: int, value: int) -> None:
         buffer = self._buffer(handle)
         self._do_wait()
-        buffer.clear(number_below(value, 256, "a byte"))
+        buffer.clear(value)
 
-    def _do_init(self, tensor: Any) -> None:
+    def _do_init(self, tensor: Records) -> None:
         read_node(tensor, self._buffer)  # which lets the buffer prepare it
 
-    def _do_write(self, place: Any, offset: Any, nbytes: Any, is_apart: Any) -> None:
+    def _do_write(self, place: int | Records, offset: int, nbytes: int, is_apart: bool) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
-        data = self._inbox.take(n, bool(is_apart))
+        data = self._inbox.take(n, is_apart)
         self._do_wait()
         tensor.set(data, start)
 
-    def _do_add(self, place: Any, offset: Any, nbytes: Any, n_before: Any, n_after: Any) -> None:
-        """Write the sum of arrays of float32: some that came, what is here, and some that came."""
+    def _do_add(self, place: int | Records, offset: int, nbytes: int, n_before: int, n_after: int) -> None:
+        """Write the sum of arrays of float32: some that came, the one here, and some that came."""
         tensor, start, n = self._span(place, offset, nbytes)
-        if n % 4:
-            forged(f"{n} bytes are not a whole number of float32")
-        counts = (number_below(count, MAX_NODES, "a number of arrays") for count in (n_before, n_after))
-        before, after = ([self._inbox.take(n, True) for _ in range(count)] for count in counts)
+        before, after = ([self._inbox.take(n, True) for _ in range(count)] for count in (n_before, n_after))
         self._do_wait()
         first, *rest = (part.view(np.float32) for part in (*before, tensor.get(start, n), *after))
         total = first.copy()
@@ -262,50 +236,50 @@ class Node:
             total += part
         tensor.set(total.view(np.uint8), start)
 
-    def _do_load(self, place: Any, offset: Any, nbytes: Any, *part: Any) -> None:
+    def _do_load(self, place: int | Records, offset: int, nbytes: int, *part: Any) -> None:
         """Write a part of a shared file."""
         tensor, start, n = self._span(place, offset, nbytes)
         data = self._files.read(n, *part)
         self._do_wait()
         tensor.set(data, start)
 
-    def _do_fill(self, place: Any, offset: Any, nbytes: Any, value: Any) -> None:
+    def _do_fill(self, place: int | Records, offset: int, nbytes: int, value: int) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
         self._do_wait()
-        tensor.memset(number_below(value, 256, "a byte"), start, n)
+        tensor.memset(value, start, n)
 
-    def _do_read(self, place: Any, offset: Any, nbytes: Any, is_apart: Any) -> None:
+    def _do_read(self, place: int | Records, offset: int, nbytes: int, is_apart: bool) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
         self._do_wait()
         buffer = tensor.buffer
         if isinstance(place, int) and buffer is not None and buffer.is_host:
-            self._outbox.add(buffer.base[tensor.offset : tensor.offset + n], bool(is_apart))
+            self._outbox.add(buffer.base[tensor.offset : tensor.offset + n], is_apart)
         else:
-            self._outbox.add(tensor.get(start, n), bool(is_apart))
+            self._outbox.add(tensor.get(start, n), is_apart)
 
-    def _do_copy(self, src: Any, src_offset: Any, dst: Any, dst_offset: Any, nbytes: Any) -> None:
+    def _do_copy(self, src: int, src_offset: int, dst: int, dst_offset: int, nbytes: int) -> None:
         (source, *_), (target, *_) = self._span(src, src_offset, nbytes), self._span(dst, dst_offset, nbytes)
         self._do_wait()
         tensor_copy(source, target)
 
     # -- streams and plans ---------------------------------------------------------------------
 
-    def _do_open(self, device: Any, params: Any) -> int:
-        return self._add(self._device(device).init_backend(params))
+    def _do_open(self, device: str, params: dict[str, Any]) -> int:
+        return self._add(self._devices[device].init_backend(params))
 
-    def _do_threads(self, handle: Any, n: Any) -> None:
-        stream = self._of(Backend, handle)
+    def _do_threads(self, handle: int, n: int) -> None:
+        stream = self._of(Backend, handle)  # type: ignore[type-abstract]
         set_n_threads = stream.device.reg.get_proc_address("set_n_threads")
         if set_n_threads is not None:
             set_n_threads(stream, n)
 
-    def _do_plan(self, stream: Any, graph: Any) -> int:
-        backend = self._of(Backend, stream)
+    def _do_plan(self, stream: int, graph: tuple[Records, list[int]]) -> int:
+        backend = self._of(Backend, stream)  # type: ignore[type-abstract]
         return self._add(backend.graph_plan_create(read_graph(graph, self._buffer)))
 
-    def _do_free(self, handle: Any) -> None:
+    def _do_free(self, handle: int) -> None:
         """Release a buffer, a stream or a plan."""
-        thing = self._of((Buffer, Backend, GraphPlan), handle)
+        thing: Any = self._of(object, handle)
         self._do_wait()
         del self._things[handle]
         if isinstance(thing, GraphPlan):
@@ -314,7 +288,7 @@ class Node:
         else:
             thing.free()
 
-    def _do_compute(self, handle: Any) -> None:
+    def _do_compute(self, handle: int) -> None:
         plan = self._of(GraphPlan, handle)
         stream = plan.backend
         if any(busy is not stream for busy in self._busy.values()):
@@ -332,14 +306,12 @@ class _Inbox:
 
     def take(self, nbytes: int, is_apart: bool) -> Bytes:
         if is_apart:
-            data = next(self._apart, None)
-            if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.nbytes != nbytes:
-                forged(f"{nbytes} bytes were to come as an array of uint8")
-            return data.reshape(-1)
-        data = self._blob[self._at : self._at + nbytes]
-        if data.size != nbytes:
-            forged(f"{nbytes} bytes are to be written, and {data.size} came")
-        self._at += nbytes
+            data = next(self._apart, NOTHING).reshape(-1)
+        else:
+            data = self._blob[self._at : self._at + nbytes]
+            self._at += nbytes
+        if data.nbytes != nbytes:
+            refuse(f"{nbytes} bytes are to be written, and {data.nbytes} came")
         return data
 
 

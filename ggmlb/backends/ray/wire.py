@@ -1,19 +1,15 @@
-"""What goes between driver and node: messages, and graphs as typed data, which the node checks.
+"""Messages between driver and node, and graphs as data.
 
-A message, or an answer, is one run of bytes (each object costs Ray a tenth of a millisecond): JSON, and data.
-
-A graph is a list of records, each after those it refers to, and the numbers of its nodes. A leaf is its
-type, extents and place; a node has the calls of `Context` that build it besides (`Record`). The methods check
-operands and parameters, as they do for any caller; the place is checked here.
-
-Nothing in it is an address, a class or a function. Reading it creates tensors of this process, in buffers
-that the node looks up by their handles.
+A message, or an answer, is one run of bytes, as each object costs Ray a tenth of a millisecond: pickled
+commands or results, then data. A graph is a tuple of records, each after those it refers to, and the numbers
+of its nodes. It holds no address and no function: buffers are named by their handles, which the node looks
+up. Each tensor must be within its buffer; operands and parameters were checked by the driver's `Context`, of
+the same version.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, NoReturn
@@ -21,13 +17,10 @@ from typing import Any, Final, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.ray.calls import VIEW, calls_of
-from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import BackendError, Error, one_line
 from ggmlb.core.graph import Graph
-from ggmlb.core.ops.base import OpBase
-from ggmlb.core.ops.custom import CustomOps
 from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface import Buffer
 
@@ -37,28 +30,32 @@ NONE: Final = -1
 """Number of an absent tensor, and handle of no buffer."""
 
 MAX_EXTENT: Final = 1 << 62
-"""Least extent, stride and offset that no tensor can have."""
+"""Least size and offset that nothing can have [bytes]."""
 
 _FLAGS: Final = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.LOSS | TensorFlag.COMPUTE
 
 
-class Record(NamedTuple):
-    """A tensor as data.
+class TensorRecord(NamedTuple):
+    """A tensor as data; hashable.
 
     Attributes:
-        calls: Those of `calls_of`: names, numbers of the tensors, other arguments; none for a leaf.
-        dtype, ne, nb: Type, extents and strides, which calls must give.
+        dtype, ne, nb: Type, extents and strides [bytes].
+        op: `Op.NONE` for a leaf, and for a tensor that another graph computes.
+        src: Numbers of the operands; `NONE` for an absent one.
+        params: Names and values of the op's parameters.
         flags: Or-ed `TensorFlag`.
         name: Its name.
-        viewed: Number of the tensor that a leaf is a view of; `NONE` for none.
+        viewed: Number of the tensor that it is a view of; `NONE` for none.
         handle: Handle of the buffer; `NONE` if unplaced, or a view.
         offset: In the buffer, or in the viewed tensor [bytes].
     """
 
-    calls: list[tuple[str, list[int], list[Any]]]
-    dtype: str
+    dtype: DType
     ne: Ne
     nb: Ne
+    op: Op
+    src: tuple[int, ...]
+    params: tuple[tuple[str, Any], ...]
     flags: int
     name: str
     viewed: int
@@ -66,33 +63,39 @@ class Record(NamedTuple):
     offset: int
 
 
-class ForgedError(BackendError):
-    """A message that no driver of this version sends: a wrong handle, range, type or parameter."""
+Records = tuple[TensorRecord, ...]
+"""A tensor, the last, after its operands."""
 
 
-def forged(what: str) -> NoReturn:
-    """Raise a ForgedError."""
-    raise ForgedError(f"refused: {what}; nothing was done")
+class RefusedError(BackendError):
+    """A message names a handle or a range that the node does not have; nothing was done."""
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise a RefusedError."""
+    raise RefusedError(f"refused: {what}; nothing was done")
+
+
+def number_below(number: Any, end: int, what: str) -> int:
+    """Return a whole number from 0 to `end - 1`."""
+    if type(number) is not int or not 0 <= number < end:
+        refuse(f"{what}: {number!r} is not a whole number from 0 to {end - 1}")
+    return number
 
 
 # -- messages --------------------------------------------------------------------------------------------
 
 
-def packed(text: bytes, data: Iterable[Bytes]) -> bytes:
-    """Return JSON (nothing for an empty list) and arrays as one run of bytes."""
-    return b"".join((len(text).to_bytes(4, "little"), text, *(part.data for part in data)))
+def packed(head: bytes, data: Iterable[Bytes]) -> bytes:
+    """Return pickled values (nothing for an empty list) and arrays as one run of bytes."""
+    return b"".join((len(head).to_bytes(4, "little"), head, *(part.data for part in data)))
 
 
-def unpacked(message: Any) -> tuple[Any, Bytes]:
-    """Return what the JSON of a run of bytes says, and the rest of it; empty lists for none."""
-    if not isinstance(message, bytes):
-        forged("a message is bytes")
+def unpacked(message: bytes) -> tuple[Any, Bytes]:
+    """Return the values of a run of bytes, and the rest of it; an empty list for none."""
     end = 4 + int.from_bytes(message[:4], "little")
-    try:
-        told = json.loads(message[4:end]) if end > 4 else []
-    except (ValueError, RecursionError) as error:
-        forged(f"a message begins with JSON: {one_line(error)}")
-    return told, np.frombuffer(message, np.uint8)[end:]
+    values = pickle.loads(message[4:end]) if end > 4 else []
+    return values, np.frombuffer(message, np.uint8)[end:]
 
 
 # -- writing ---------------------------------------------------------------------------------------------
@@ -108,8 +111,8 @@ def unsendable(node: Tensor) -> str | None:
 
 def graph_record(
     nodes: Iterable[Tensor], uses: Mapping[Tensor, int], handle_of: Callable[[Buffer], int]
-) -> list[Any]:
-    """Return nodes as data: `[records, numbers of the nodes]`.
+) -> tuple[Records, list[int]]:
+    """Return nodes as data: records, and the numbers of the nodes.
 
     Args:
         nodes: In topological order, each placed.
@@ -119,194 +122,115 @@ def graph_record(
     nodes = tuple(nodes)
     inside = Counter(s for node in nodes for s in node.src if s is not None)
     writer = _Writer(handle_of)
-    numbers = [writer.add_node(node, is_read_elsewhere=uses.get(node, 0) > inside[node]) for node in nodes]
-    return [writer.records, numbers]
+    numbers = [writer.add(node, is_read_elsewhere=uses.get(node, 0) > inside[node]) for node in nodes]
+    return tuple(writer.records), numbers
 
 
-def node_record(node: Tensor, handle_of: Callable[[Buffer], int] | None = None) -> str:
-    """Return a tensor and its operands as JSON, without places, except in buffers that have a handle here.
+def node_record(node: Tensor, handle_of: Callable[[Buffer], int] | None = None) -> Records:
+    """Return a tensor and its operands, without places, except in buffers that have a handle here.
 
     Args:
         node: The tensor, or node.
         handle_of: Returns the handle of a buffer, or `NONE` where the place does not matter.
     """
     writer = _Writer(handle_of, is_nameless=True)
-    writer.add_node(node)
-    return json.dumps([writer.records, [len(writer.records) - 1]], separators=(",", ":"))
+    writer.add(node)
+    return tuple(writer.records)
 
 
 class _Writer:
     """Collects records."""
 
     def __init__(self, handle_of: Callable[[Buffer], int] | None, is_nameless: bool = False) -> None:
-        self.records: list[Record] = []
+        self.records: list[TensorRecord] = []
         self._handle_of = handle_of
         self._is_nameless = is_nameless
         self._numbers: dict[Tensor, int] = {}
 
-    def add_node(self, node: Tensor, is_read_elsewhere: bool = False) -> int:
+    def add(self, node: Tensor, is_read_elsewhere: bool = False) -> int:
         """Write a tensor, a node or a leaf, with what it reads; return its number."""
-        calls = [
-            (name, [self._number(t) for t in tensors], [_plain(arg) for arg in args])
-            for name, tensors, args in (() if node.op is Op.NONE else calls_of(node))
-        ]
-        return self._append(node, calls, node.flags | (TensorFlag.OUTPUT if is_read_elsewhere else 0))
+        src = tuple(NONE if s is None else self._number(s) for s in node.src)
+        flags = node.flags | (TensorFlag.OUTPUT if is_read_elsewhere else 0)
+        return self._append(node, node.op, src, tuple(node.params.items()), flags)
 
-    def _number(self, tensor: Tensor | None) -> int:
+    def _number(self, tensor: Tensor) -> int:
         """Return the number of an operand; one that is computed elsewhere is a leaf here."""
-        if tensor is None:
-            return NONE
         known = self._numbers.get(tensor)
-        return self._append(tensor, [], tensor.flags) if known is None else known
+        return self._append(tensor, Op.NONE, (), (), tensor.flags) if known is None else known
 
-    def _append(self, t: Tensor, calls: list[tuple[str, list[int], list[Any]]], flags: int) -> int:
-        viewed = NONE if calls else self._number(t.view_src)
-        handle, offset = NONE, 0 if t.view_src is None else t.view_offs
-        if t.view_src is None and t.buffer is not None and self._handle_of is not None:
+    def _append(
+        self, t: Tensor, op: Op, src: tuple[int, ...], params: tuple[tuple[str, Any], ...], flags: int
+    ) -> int:
+        viewed, handle, offset = NONE, NONE, 0
+        if t.view_src is not None:
+            viewed, offset = self._number(t.view_src), t.view_offs
+        elif t.buffer is not None and self._handle_of is not None:
             handle = self._handle_of(t.buffer)
             offset = 0 if handle == NONE else t.offset
         self._numbers[t] = number = len(self.records)
         name = "" if self._is_nameless else t.name
         self.records.append(
-            Record(calls, t.dtype.name, t.ne, t.nb, flags & _FLAGS, name, viewed, handle, offset)
+            TensorRecord(t.dtype, t.ne, t.nb, op, src, params, flags & _FLAGS, name, viewed, handle, offset)
         )
         return number
-
-
-def _plain(value: Any) -> Any:
-    """Return an argument as JSON has it."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 # -- reading ---------------------------------------------------------------------------------------------
 
 
-def read_node(text: Any, buffer_of: Callable[[int], Buffer]) -> Tensor:
-    """Create the tensor that `node_record` wrote; some or all of its tensors may be in no buffer.
+def read_node(records: Records, buffer_of: Callable[[int], Buffer]) -> Tensor:
+    """Create the tensor of `node_record`; some or all of its tensors may be in no buffer.
 
     Raises:
-        ForgedError: As `read_graph`.
+        RefusedError: As `read_graph`.
     """
-    try:
-        data = json.loads(text)
-    except (TypeError, ValueError):
-        forged("a node is JSON")
-    nodes = read_graph(data, lambda handle: None if handle == NONE else buffer_of(handle)).nodes
-    return nodes[-1] if nodes else forged("a node is the last of its records")
+    return _read(records, lambda handle: None if handle == NONE else buffer_of(handle))[-1]
 
 
-def read_graph(data: Any, buffer_of: Callable[[int], Buffer | None]) -> Graph:
+def read_graph(record: tuple[Records, list[int]], buffer_of: Callable[[int], Buffer]) -> Graph:
     """Create the graph of a message.
 
     Args:
-        data: As `graph_record` returns it.
-        buffer_of: Returns the buffer of a handle, or raises; `None` for a tensor in no buffer.
+        record: As `graph_record` returns it.
+        buffer_of: Returns the buffer of a handle, or raises.
 
     Raises:
-        ForgedError: A field has another type or range than a driver writes, a tensor is in no buffer or ends
-            beyond its buffer, or the method of an op refuses its arguments.
+        RefusedError: A tensor is in no buffer of the node, or ends beyond it; or this is no graph.
     """
-    reader = _Reader(buffer_of)
+    tensors = _read(record[0], buffer_of)
+    return Graph([tensors[i] for i in record[1]], [t for t in tensors if t.op is Op.NONE])
+
+
+def _read(records: Records, buffer_of: Callable[[int], Buffer | None]) -> list[Tensor]:
+    tensors: list[Tensor] = []
     try:
-        records, numbers = data
-        for record in records:
-            reader.add(record)
-        nodes = [reader.tensor(number) for number in numbers]
-    except Error:  # a place that memory refuses
+        for r in records:
+            viewed = None if r.viewed == NONE else tensors[r.viewed]
+            start = number_below(r.offset, MAX_EXTENT, "an offset")
+            src = tuple(None if i == NONE else tensors[i] for i in r.src)
+            tensor = Tensor(
+                r.dtype, r.ne, r.nb, op=r.op, src=src, params=dict(r.params), view_src=viewed,
+                view_offs=0 if viewed is None else start, name=r.name,
+            )  # fmt: skip
+            tensor.flags = r.flags
+            if viewed is None:
+                tensor.buffer, tensor.offset = buffer_of(r.handle), start
+            if tensor.buffer is not None:
+                _check_place(tensor, tensor.buffer)
+            tensors.append(tensor)
+    except Error:
         raise
-    except (TypeError, ValueError) as error:
-        forged(f"a graph is a list of records, and a list of numbers: {one_line(error)}")
-    return Graph(nodes, [t for t in reader.tensors if t.op is Op.NONE])
-
-
-_METHODS: Final[dict[str, Callable[..., Any]]] = {
-    name: method
-    for family in Context.__mro__
-    if issubclass(family, OpBase) and family not in (Context, OpBase, CustomOps)
-    for name, method in vars(family).items()
-    if inspect.isfunction(method) and not name.startswith("_")
-}
-"""Methods that build or change nodes: all but those that take a function."""
-
-
-class _Reader:
-    """Creates the tensors of records.
-
-    Attributes:
-        tensors: Those so far.
-    """
-
-    def __init__(self, buffer_of: Callable[[int], Buffer | None]) -> None:
-        self.tensors: list[Tensor] = []
-        self._buffer_of = buffer_of
-        self._ctx = Context()
-
-    def tensor(self, number: Any) -> Tensor:
-        """Return a tensor by its number."""
-        return self.tensors[number_below(number, len(self.tensors), "a tensor's number")]
-
-    def add(self, record: Any) -> None:
-        """Create a tensor."""
-        r = Record(*record)
-        ne, nb = _four(r.ne, "extents"), _four(r.nb, "strides")
-        start = number_below(r.offset, MAX_EXTENT, "an offset")
-        root = None if r.viewed == NONE else self.tensor(r.viewed)
-        try:
-            tensor = self._ctx.new_tensor(r.dtype, ne)
-            if r.calls:
-                tensor = self._called(r.calls)
-            elif root is not None or nb != tensor.nb:
-                tensor = Tensor(tensor.dtype, ne, nb, view_src=root, view_offs=start)
-        except ForgedError:
-            raise
-        except Error as error:
-            forged(one_line(error))
-        if (tensor.dtype.name, tensor.ne, tensor.nb) != (r.dtype, ne, nb):
-            forged(f"{tensor.describe()} was to be {r.dtype}, with extents {ne} and strides {nb}")
-        tensor.name = str(r.name)[:200]
-        tensor.flags |= number_below(r.flags, _FLAGS + 1, "flags") & _FLAGS
-        if tensor.view_src is None:
-            tensor.buffer, tensor.offset = self._buffer_of(r.handle), start
-        if tensor.buffer is not None:
-            _check_place(tensor, tensor.buffer)
-        self.tensors.append(tensor)
-
-    def _called(self, calls: Any) -> Tensor:
-        made: list[Tensor] = []
-        for name, numbers, args in calls:
-            method = _view if name == VIEW else _METHODS.get(name)
-            if method is None:
-                forged(f"there is no op {name!r} that builds a node without a function")
-            operands = [None if number == NONE else self.tensor(number) for number in numbers]
-            made = [method(self._ctx, *made, *operands, *args)]
-        return made[0] if isinstance(made[0], Tensor) else forged(f"{calls} build no node")
-
-
-def _view(ctx: Context, a: Tensor, ne: Any, nb: Any, offset: Any) -> Tensor:
-    start = number_below(offset, MAX_EXTENT, "an offset")
-    return ctx._window(VIEW, a, _four(ne, "extents"), _four(nb, "strides"), start)
+    except Exception as error:
+        refuse(f"a graph is a tuple of records, each after its operands: {one_line(error)}")
+    return tensors
 
 
 def _check_place(tensor: Tensor, buffer: Buffer) -> None:
     is_view, offset = tensor.view_src is not None, tensor.offset
     nbytes = tensor.nbytes if is_view else buffer.alloc_size(tensor)
     if nbytes and offset + nbytes > buffer.size:  # an empty one may begin anywhere
-        forged(f"bytes {offset} to {offset + nbytes} of a buffer of {buffer.size}, for {tensor.describe()}")
+        refuse(f"bytes {offset} to {offset + nbytes} of a buffer of {buffer.size}, for {tensor.describe()}")
     if not is_view and offset % buffer.alignment:
-        forged(f"offset {offset} of {tensor.describe()} is not a multiple of {buffer.alignment}")
+        refuse(f"offset {offset} of {tensor.describe()} is not a multiple of {buffer.alignment}")
     if buffer.prepares_tensors:
         buffer.init_tensor(tensor)
-
-
-def _four(numbers: Any, what: str) -> Ne:
-    if not (isinstance(numbers, list) and len(numbers) == 4):
-        forged(f"{what} are {numbers!r}; there are four")
-    a, b, c, d = (number_below(n, MAX_EXTENT, what) for n in numbers)
-    return a, b, c, d
-
-
-def number_below(number: Any, end: int, what: str) -> int:
-    """Return a whole number from 0 to `end - 1`."""
-    if type(number) is not int or not 0 <= number < end:
-        forged(f"{what}: {number!r} is not a whole number from 0 to {end - 1}")
-    return number
