@@ -26,7 +26,7 @@ KEPT: Final = {
     "quantize": "the new file was not written, and the old one is as it was",
     "embed": "no file was written",
 }
-"""What Ctrl-C leaves, for commands that print or write before their end."""
+"""Message at Ctrl-C about what was written, for commands that print or write before their end."""
 
 
 EXIT_STATUS: Final = (
@@ -51,7 +51,7 @@ def ggmlb(
         bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere on the line.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show no progress and notes; allowed anywhere on the line.")
+        bool, typer.Option("--quiet", help="Hide progress and notes; allowed anywhere on the line.")
     ] = False,
 ) -> None:
     """One compute graph over many devices: ggml's backend layer for Python.
@@ -83,7 +83,7 @@ def application(args: Sequence[str]) -> typer.Typer:
 
 
 def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command say at Ctrl-C what it leaves, and exit with the status that shells give to that."""
+    """Make a command report at Ctrl-C what it leaves, and exit with status 130, as shells do."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> None:

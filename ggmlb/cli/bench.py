@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False, html: HtmlOption = None) -> None:
-    """Measure devices: memory, transfers, products, and the cost of a small op.
+    """Measure devices: bandwidth of memory and transfers, matrix products, and the latency of a small op.
 
-    Products are those of a language model: 512 columns for a prompt, and one
-    column for each token, in bytes of weights read. 'ggmlb test --mode perf' measures each op.
+    Products are those of a language model: 512 columns for a prompt, and one column for each generated token,
+    given as the bandwidth of weights read. 'ggmlb test --mode perf' measures each op.
 
     Examples:
       ggmlb bench

@@ -21,14 +21,17 @@ HELP = (
 @takes_model
 def chat(
     open_model: OpenModel,
-    system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System prompt (default: none).")
+    ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.", min=1)
+        int,
+        typer.Option("--max-tokens", "-n", metavar="N", help="Number of tokens per answer, at most.", min=1),
     ] = 512,
     temperature: TemperatureOption = 0.8,
     seed: SeedOption = None,
 ) -> None:
-    """Talk with a GGUF model; what was said is computed once.
+    """Chat with a GGUF model; earlier messages stay in the KV cache.
 
     Examples:
       ggmlb chat -m model.gguf

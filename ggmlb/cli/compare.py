@@ -1,4 +1,4 @@
-"""`ggmlb compare`: how far a quantisation of a language model is from another one."""
+"""`ggmlb compare`: the error of one quantisation of a language model against another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ggmlb.core.errors import ArgumentError
 if TYPE_CHECKING:
     from ggmlb.models import Comparison, TextModel
 
-GgufArgument = Annotated[Path, typer.Argument(metavar="A.gguf", help="The reference, a GGUF file.")]
+GgufArgument = Annotated[Path, typer.Argument(metavar="A.gguf", help="Reference model, a GGUF file.")]
 OtherArgument = Annotated[
-    Path | None, typer.Argument(metavar="B.gguf", help="The same model in another type.")
+    Path | None, typer.Argument(metavar="B.gguf", help="The same model in another data type.")
 ]
 
 SHARES = {"median": 0.5, "99 %": 0.99, "largest": 1.0}
@@ -32,19 +32,25 @@ def compare(
     other: OtherArgument = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", metavar="FILE", help="A text in UTF-8; a short one by default."),
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Text file in UTF-8 (default: a short built-in text)."
+        ),
     ] = None,
-    ctx: Annotated[int, typer.Option("--ctx", "-c", help="Tokens of a chunk of the text.", min=1)] = 512,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens.", min=1)] = None,
+    ctx: Annotated[int, typer.Option("--ctx", "-c", metavar="N", help="Chunk size in tokens.", min=1)] = 512,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens", "-n", metavar="N", help="Number of tokens of the text (default: all).", min=1
+        ),
+    ] = None,
     as_json: JsonOption = False,
     devices: DevicesOption = None,
     threads: ThreadsOption = None,
 ) -> None:
     """Compare two quantisations of a language model over a text, layer by layer.
 
-    Shown are the error of the hidden states after each layer (the mean over tokens of the squared difference
-    over the reference's square), the Kullback-Leibler divergence of the predictions, and how often both find
-    the same token likeliest.
+    Printed are the normalised mean squared error (NMSE) of the hidden states after each layer, the
+    Kullback-Leibler divergence of the predicted distributions, and how often both predict the same token.
 
     Examples:
       ggmlb compare model-f16.gguf model-q4_K.gguf
@@ -86,11 +92,11 @@ def _as_data(found: Comparison, reference: Path, other: Path) -> dict[str, objec
 
 
 def _print(found: Comparison, reference: Path, other: Path) -> None:
-    title = f"{other.name} against {reference.name}, {found.n_tokens} tokens"
+    title = f"{other.name} against {reference.name}, {found.n_tokens:,} tokens"
     columns = (Column("After layer", right=True), Column("NMSE", right=True))
     out = console()
     print_table(out, title, columns, ((str(i), f"{nmse:.2e}") for i, nmse in enumerate(found.layers)))
     told = [f"mean {found.divergences.mean():.4g}"]
     told += [f"{name} {found.divergence(share):.4g}" for name, share in SHARES.items()]
-    out.print(f"divergence of the predictions in nats: {', '.join(told)}", soft_wrap=True)
-    out.print(f"the same token is likeliest after {100 * found.same_top:.1f} % of the tokens")
+    out.print(f"KL divergence of the predictions [nats]: {', '.join(told)}", soft_wrap=True)
+    out.print(f"same top token: {100 * found.same_top:.1f} % of the positions")

@@ -22,12 +22,14 @@ MAX_TOKENS = 24
 
 
 def demo(
-    what: Annotated[str, typer.Argument(help="chat, or search: semantic search.")] = "chat",
+    what: Annotated[
+        str, typer.Argument(metavar="[chat|search]", help="Demo: chat with a model, or semantic search.")
+    ] = "chat",
     devices: DevicesOption = None,
     layers_on: LayersOption = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", "-m", help="A GGUF file; for search, a model folder."),
+        typer.Option("--model", "-m", metavar="FILE", help="GGUF file; for search, a model folder."),
     ] = None,
 ) -> None:
     """Answer a question with a language model, then again with its layers split over two devices.

@@ -80,7 +80,7 @@ def diff(
             "--devices",
             "-d",
             metavar="A,B",
-            help="The two devices; A is the reference.",
+            help="Two devices; A is the reference.",
             autocompletion=complete_devices,
         ),
     ],
@@ -88,35 +88,48 @@ def diff(
         str | None,
         typer.Argument(
             metavar="MODEL|PROGRAM",
-            help="A language model, a GGUF file. Or a program: a folder or .jsonl file of golden programs, "
-            "or FILE.py[:FUNCTION] or MODULE:FUNCTION, a function that returns a Graph, or a Graph and a "
-            "dict of its leafs' values by name.",
+            help="Language model, a GGUF file. Or a program: a folder or .jsonl file of golden programs, or "
+            "FILE.py[:FUNCTION] or MODULE:FUNCTION, which returns a Graph, or a Graph and a dict of its "
+            "leafs' values by name.",
         ),
     ] = None,
     model: ModelFileOption = None,
     pattern: Annotated[
         str,
-        typer.Option("--pattern", "-p", metavar="REGEX", help="Only golden programs whose id contains this."),
+        typer.Option(
+            "--pattern",
+            "-p",
+            metavar="REGEX",
+            help="Pattern of the ids of golden programs to run (default: all).",
+        ),
     ] = "",
     nmse: Annotated[
         float | None,
         typer.Option(
-            help=f"Error above which a node differs; by default {LIMIT:g} or the program's, 0.05 of models."
+            metavar="X",
+            help=f"NMSE above which a node differs (default: {LIMIT:g}, or a golden program's own; 0.05 for "
+            "models).",
         ),
     ] = None,
-    prompt: Annotated[str, typer.Option("--prompt", help="What a model computes.")] = "",
+    prompt: Annotated[
+        str, typer.Option("--prompt", metavar="TEXT", help="Prompt for a model (default: a built-in text).")
+    ] = "",
     max_tokens: Annotated[
         int,
         typer.Option(
-            "--max-tokens", "-n", help="Tokens that a model generates, to find one that differs.", min=0
+            "--max-tokens",
+            "-n",
+            metavar="N",
+            help="Number of tokens that a model generates, to find the first that differs.",
+            min=0,
         ),
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Compute a model or program on two devices, node by node, and show the first difference.
 
-    The status is 1 if they differ. Leafs of programs without values get random numbers, integers 0. A model's
-    ops that B declines run on the CPU.
+    The exit status is 1 if they differ. Leafs of programs without values get random numbers, integers 0. Ops
+    of a model that a device declines run on the CPU.
 
     Examples:
       ggmlb diff -d CPU,LLVM model.gguf --max-tokens 64

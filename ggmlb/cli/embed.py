@@ -18,18 +18,21 @@ from ggmlb.core.errors import ArgumentError
 
 def embed(
     input_file: Annotated[
-        str, typer.Option("--input", metavar="FILE", help="JSON list of texts; '-' reads standard input.")
+        str,
+        typer.Option(
+            "--input", metavar="FILE", help="JSON file with a list of texts; '-' reads standard input."
+        ),
     ],
     output_file: Annotated[
-        Path, typer.Option("--output", metavar="FILE", help="Where to write the .npy file, float32 (n, 384).")
+        Path, typer.Option("--output", metavar="FILE", help="NumPy file to write: float32, one row per text.")
     ],
     model: ModelOption = None,
     devices: DevicesOption = None,
     layers_on: LayersOption = None,
-    batch: Annotated[int, typer.Option("--batch", help="Most texts in a batch.")] = 32,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Batch size in texts.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
-    """Compute sentence embeddings of a JSON list of texts, as a float32 array of unit vectors.
+    """Compute sentence embeddings of a JSON list of texts: float32 rows of length 1.
 
     Examples:
       ggmlb embed --input texts.json --output vectors.npy

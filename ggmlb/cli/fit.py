@@ -1,4 +1,4 @@
-"""`ggmlb fit`: where a GGUF model would lie on some devices, and whether it fits, before it is loaded."""
+"""`ggmlb fit`: predicted placement and memory of a GGUF model on devices, before it is loaded."""
 
 from __future__ import annotations
 
@@ -53,28 +53,29 @@ BandwidthOption = Annotated[
     typer.Option(
         "--bandwidth",
         metavar="NAME=SIZE",
-        help="Weights that a device reads in a second, as CUDA0=900G; by default measured. Several.",
+        help="Bandwidth at which a device reads weights, per second, as CUDA0=900G (default: measured; "
+        "repeatable).",
     ),
 ]
 
 COLUMNS = (
-    Column("Device"), Column("Memory", drop=1), Column("Contents"), Column("Bytes", right=True),
+    Column("Device"), Column("Memory", drop=1), Column("Contents"), Column("Size", right=True),
     Column("Free", right=True),
 )  # fmt: skip
 
 OTHER_TYPES = ("q8_0", "q4_0")
-"""Types of keys and values that take less room than f16, best first."""
+"""Data types of the KV cache that are smaller than f16, best first."""
 
 
 class Report(NamedTuple):
     """What is printed.
 
     Attributes:
-        ways: All ways.
-        way: That which is taken.
+        ways: All ways to split the model.
+        way: The chosen one.
         planner: Its planner.
         fit: Its placement and memory.
-        process: Bytes of this process, and of what loading and computing add beside the buffers.
+        process: Memory of this process, and what loading and computing add besides buffers [bytes].
         advice: Options with which it would fit.
     """
 
@@ -105,12 +106,12 @@ def fit(
     bandwidth: BandwidthOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show where a model would lie, by device and kind, to the byte; no weights are read.
+    """Predict the placement of a model and its memory by device and kind, to the byte; no weights are read.
 
-    Layers and experts are placed so that all devices have room, unless options say where they lie. Where
-    there are several memories, the ways to use them are shown beside each other, with the time of a token
-    after a whole context, by measured rates; the fastest that fits is taken. The status is 1 if it does not
-    fit; what would fit is told then.
+    Layers and experts are placed to fit, unless options place them. With several memories, all ways to split
+    the model are listed with their predicted time per token at full context, from measured bandwidths; the
+    fastest that fits is taken. --json has the sizes in bytes. The exit status is 1 if the model does not fit;
+    options with which it would fit are printed then.
 
     Examples:
       ggmlb fit model.gguf -d OpenCL0,CPU --ctx 8192
@@ -180,32 +181,32 @@ def _print(report: Report) -> None:
     if len(ways) > 1:
         _print_ways(out, ways, way, list(planner.free))
     room, config = planner.room, planner.config
-    kept = (
-        f"{room.n_ctx} tokens"
-        if config.state
-        else f"{room.n_ctx} tokens of {room.kv_type.name.lower()} keys and values"
-    )
+    context = f"{room.n_ctx:,} tokens of context"
+    if not config.state:
+        context += f", {room.kv_type.name.lower()} KV cache"
     rows: list[Row] = []
     for device in planner.free:
         uses = [use for use in table if use.device == device]
-        rows += [Row((device, use.memory, use.kind, f"{use.nbytes:,}")) for use in uses]
+        rows += [Row((device, use.memory, use.kind, readable_size(use.nbytes))) for use in uses]
         free = planner.free[device]
-        told = "unknown" if free == float("inf") else f"{int(free):,}"
-        cells = (device, "", "total", f"{table.total(device):,}", told)
+        told = "unknown" if free == float("inf") else readable_size(int(free))
+        cells = (device, "", "total", readable_size(table.total(device)), told)
         rows.append(Row(cells, "red" if device in way.short else "bold"))
-    print_table(out, f"{planner.file.path.name}: {config.n_layer} layers, {kept}", COLUMNS, rows)
+    print_table(out, f"{planner.file.path.name}: {config.n_layer} layers, {context}", COLUMNS, rows)
     told = ", ".join(f"{name} {readable_size(n)}" for name, n in process.items() if n)
-    plain.echo(f"beside these, the process: about {readable_size(sum(process.values()))} ({told})")
+    plain.echo(f"the process needs about {readable_size(sum(process.values()))} more ({told})")
     for name, parts in _parts(planner, placement).items():
         cost = way.costs[name]
-        moved = f", and {readable_size(cost.copied)} are copied to it" if cost.copied else ""
-        plain.echo(f"{name}: {parts}; each token reads {readable_size(cost.read)} of weights{moved}")
+        moved = f", {readable_size(cost.copied)} copied to it" if cost.copied else ""
+        plain.echo(f"{name}: {parts}; {readable_size(cost.read)} of weights read per token{moved}")
     if way.short:
         for device, n in way.short.items():
-            plain.echo(f"does not fit: {device} lacks {readable_size(n)} ({n:,} bytes)")
-        plain.echo(f"would fit: {', or '.join(advice)}" if advice else "nothing fits: name further devices")
+            plain.echo(f"does not fit: {device} lacks {readable_size(n)}")
+        plain.echo(
+            f"would fit: {', or '.join(advice)}" if advice else "no option makes it fit: name further devices"
+        )
     elif len(ways) > 1:
-        plain.echo(f"to load it so: --way {way.name}")
+        plain.echo(f"to load the model like this: --way {way.name}")
 
 
 def _print_ways(out: Console, ways: list[Way], taken: Way, devices: list[str]) -> None:
@@ -220,21 +221,21 @@ def _print_ways(out: Console, ways: list[Way], taken: Way, devices: list[str]) -
             lacking = ", ".join(f"{device} lacks {readable_size(n)}" for device, n in way.short.items())
             told = lacking or ("taken" if way is taken else "")
         rows.append(Row((way.name, *cells, told), "bold" if way is taken else ""))
-    columns = [Column("Way"), Column("Token [ms]", right=True)]
+    columns = [Column("Way"), Column("ms/token", right=True)]
     columns += [Column(device, right=True, drop=i + 1) for i, device in enumerate(devices)]
-    title = "Ways, with the time of a token after a whole context"
+    title = "Ways to split the model, with the time per token at full context"
     print_table(out, title, [*columns, Column("", wraps=True)], rows)
 
 
 def _parts(planner: Planner, placement: ModelPlacement) -> dict[str, str]:
-    """What lies on each device, in words."""
+    """Return what each device holds, in words."""
     from ggmlb.models.layers import held, ranges
 
     found = held(placement.homes, list(planner.backends))
     for name in planner.backends:
         experts = ranges(i for i, home in placement.experts.items() if home == name)
         more = [f"experts of layers {experts}"] if experts else []
-        more += ["keys and values"] if placement.kv_on == name else []
+        more += ["KV cache"] if placement.kv_on == name else []
         if more:
             found[name] = ", ".join([*([] if found[name] == "nothing" else [found[name]]), *more])
     return found

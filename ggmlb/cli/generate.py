@@ -15,36 +15,78 @@ from ggmlb.core.errors import ArgumentError
 if TYPE_CHECKING:
     from ggmlb.models import Generation, TextModel
 
-TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
+TemperatureOption = Annotated[
+    float,
+    typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 takes the most likely token."),
+]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", help="Seed of the random numbers (default: a new one, which is shown).", min=0),
+    typer.Option(
+        "--seed", metavar="N", help="Seed of the random numbers (default: a random one, printed).", min=0
+    ),
 ]
 
 
 @takes_model
 def generate(
     open_model: OpenModel,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to go on with.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt to continue.")
+    ] = None,
     prompt_tokens: Annotated[
-        str | None, typer.Option("--prompt-tokens", metavar="1,2,3", help="The same as token numbers.")
+        str | None,
+        typer.Option("--prompt-tokens", metavar="1,2,3", help="Prompt as token ids, comma-separated."),
     ] = None,
     chat: Annotated[
-        str | None, typer.Option("--chat", metavar="TEXT", help="A question, in the model's chat template.")
+        str | None,
+        typer.Option("--chat", metavar="TEXT", help="Question to answer, in the model's chat template."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens.", min=0)] = 128,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", metavar="N", help="Number of tokens to predict.", min=0)
+    ] = 128,
     temperature: TemperatureOption = 0.8,
-    top_k: Annotated[int, typer.Option("--top-k", help="Sample from so many; 0: all.")] = 40,
-    top_p: Annotated[float, typer.Option("--top-p", help="Sample from this probability together.")] = 0.95,
-    min_p: Annotated[float, typer.Option("--min-p", help="Least share of the likeliest's odds.")] = 0.05,
-    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", help="Above 1: repeat less.")] = 1.0,
+    top_k: Annotated[
+        int,
+        typer.Option("--top-k", metavar="K", help="Sample only from the K most likely tokens (0: no limit)."),
+    ] = 40,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p", metavar="P", help="Nucleus sampling: top tokens of total probability P (1: off)."
+        ),
+    ] = 0.95,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            "--min-p", metavar="P", help="Drop tokens below P times the top token's probability (0: off)."
+        ),
+    ] = 0.05,
+    repeat_penalty: Annotated[
+        float,
+        typer.Option("--repeat-penalty", metavar="X", help="Penalty on repeating recent tokens (1: off)."),
+    ] = 1.0,
     seed: SeedOption = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="A text that ends it; several.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
-    logprobs: Annotated[int, typer.Option("--logprobs", help="Log-probabilities of so many.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="Text at which generation stops (repeatable)."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")
+    ] = False,
+    logprobs: Annotated[
+        int,
+        typer.Option(
+            "--logprobs",
+            metavar="N",
+            help="Number of top tokens whose log-probabilities --json has, for each position.",
+            min=0,
+        ),
+    ] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end, in place of the text.")
+    ] = False,
 ) -> None:
-    """Generate text with a GGUF model, on any devices.
+    """Generate text with a GGUF model on one or several devices.
 
     Examples:
       ggmlb generate -m model.gguf -p "Once upon a time"
@@ -77,8 +119,8 @@ def generate(
         )
         plain.echo(json.dumps({**_as_json(opened, result), "seed": seed}) if as_json else "")
         plain.note(
-            f"prompt: {len(result.prompt_tokens)} tokens, {result.prompt_tokens_per_second:.1f} per second; "
-            f"generated: {len(result.tokens)}, {result.tokens_per_second:.1f} per second; seed {seed}"
+            f"prompt: {len(result.prompt_tokens):,} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
+            f"generated: {len(result.tokens):,} tokens, {result.tokens_per_second:.1f} tokens/s; seed {seed}"
         )
 
 

@@ -27,48 +27,67 @@ if TYPE_CHECKING:
     from ggmlb.models import TextModel
 
 ModelArgument = Annotated[
-    Path | None, typer.Argument(metavar="[MODEL]", help="A GGUF file; of a split model, the first part.")
+    Path | None, typer.Argument(metavar="[MODEL]", help="GGUF file; of a split model, the first part.")
 ]
 ModelFileOption = Annotated[
-    Path | None, typer.Option("--model", "-m", metavar="FILE", help="The same as the argument MODEL.")
+    Path | None,
+    typer.Option("--model", "-m", metavar="FILE", help="GGUF file, in place of the argument MODEL."),
 ]
 GpuLayersOption = Annotated[
     int | None,
-    typer.Option("--gpu-layers", "-ngl", help="So many of the last layers on the first device.", min=0),
+    typer.Option(
+        "--gpu-layers",
+        "-ngl",
+        metavar="N",
+        help="Number of layers to offload to the first device, from the last down (default: all that fit).",
+        min=0,
+    ),
 ]
 ContextOption = Annotated[
     int | None,
-    typer.Option("--ctx", "-c", help="Context size in tokens (default: the model's, at most 4096).", min=1),
+    typer.Option(
+        "--ctx", "-c", metavar="N", help="Context size in tokens (default: the model's, at most 4096).", min=1
+    ),
 ]
-KvOption = Annotated[str, typer.Option("--kv-type", help="Type of keys and values: f16, q8_0, q4_0, f32.")]
+KvOption = Annotated[
+    str, typer.Option("--kv-type", metavar="TYPE", help="Data type of the KV cache: f32, f16, q8_0 or q4_0.")
+]
 OverrideOption = Annotated[
     list[str] | None,
     typer.Option(
         "--override",
         "-ot",
         metavar="REGEX=DEVICE",
-        help="Where weights lie whose names a pattern finds, as 'exps=CPU'. May be given several times.",
+        help="Device for the weights whose names match a pattern, as 'exps=CPU' (repeatable).",
     ),
 ]
 KvOnOption = Annotated[
     str | None,
-    typer.Option("--kv-on", metavar="NAME", help="The device that keeps all keys and values, and attends."),
+    typer.Option(
+        "--kv-on",
+        metavar="NAME",
+        help="Device that holds the whole KV cache and computes attention (default: each layer's own).",
+    ),
 ]
-CpuExpertsOption = Annotated[bool, typer.Option("--cpu-experts", help="All experts on the processor.")]
+CpuExpertsOption = Annotated[
+    bool, typer.Option("--cpu-experts", help="Keep the experts' weights of all layers in CPU memory.")
+]
 MemoryOption = Annotated[
     list[str] | None,
     typer.Option(
         "--memory",
         metavar="NAME=SIZE",
-        help="Most memory on a device, as OpenCL0=200MiB; by default what is free. Several.",
+        help="Memory limit of a device, as OpenCL0=200MiB (default: its free memory; repeatable).",
     ),
 ]
 WayOption = Annotated[
     str,
     typer.Option(
         "--way",
-        help="How devices hold the model: layers, fastest (device first), shared (layers), rows, or best: "
-        "that which takes least time.",
+        metavar="WAY",
+        help="Split over devices: layers (whole layers, in the order of --devices), fastest (whole layers, "
+        "fastest device first), shared (each layer over several devices), rows (matrices by rows), or best "
+        "(least predicted time per token).",
     ),
 ]
 ExpertCacheOption = Annotated[
@@ -76,20 +95,24 @@ ExpertCacheOption = Annotated[
     typer.Option(
         "--expert-cache",
         metavar="SIZE",
-        help="Memory for the experts used most on devices, as 2GiB; all are in host memory.",
+        help="Device memory for a cache of the experts used most, as 2GiB; all experts stay in host memory.",
     ),
 ]
 FitOption = Annotated[
     bool,
-    typer.Option(help="Place layers and experts so that they fit, unless options say where they lie."),
+    typer.Option(help="Place layers and experts to fit device memory, unless other options place them."),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option("--threads", "-t", help="Threads on processors; all by default.", min=1)
+    int | None,
+    typer.Option("--threads", "-t", metavar="N", help="Number of CPU threads (default: all cores).", min=1),
 ]
 UbatchOption = Annotated[
     int | None,
     typer.Option(
-        "--ubatch", help="Tokens that devices pass on in a pipeline, 1 to 512; no pipeline by default.", min=1
+        "--ubatch",
+        metavar="N",
+        help="Micro-batch of a pipeline over several devices, 1 to 512 tokens (default: no pipeline).",
+        min=1,
     ),
 ]
 LoraOption = Annotated[
@@ -97,7 +120,7 @@ LoraOption = Annotated[
     typer.Option(
         "--lora",
         metavar="FILE[=SCALE]",
-        help="A LoRA adapter, a GGUF file, and what it is multiplied by. May be given several times.",
+        help="LoRA adapter, a GGUF file, and its scale (default: 1; repeatable).",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""`ggmlb ops`: the ops and types that each device supports."""
+"""`ggmlb ops`: the ops and data types that each device supports."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def ops(
     devices: SomeDevicesOption = None,
     as_json: JsonOption = False,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the table to a Markdown file, one device of each backend.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Markdown file for the table, one device of each backend."),
     ] = None,
 ) -> None:
-    """Show the supported types of each op's main operand, for each device.
+    """Show the data types that each device supports as main operand of each op.
 
     Examples:
       ggmlb ops -d CPU,OpenCL0

@@ -1,4 +1,4 @@
-"""Options of several commands: model, devices, and layers by device."""
+"""Options that several commands share: model, devices, layers by device, and their parsers."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ AddressOption = Annotated[
         metavar="HOST:PORT",
         callback=_connect,
         is_eager=True,
-        help="Also the devices of a Ray cluster, as node0/CPU: its address, or 'auto'.",
+        help="Ray cluster whose devices are added, as node0/CPU; 'auto' finds a running one.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, sizes in bytes.")]
 HtmlOption = Annotated[
     Path | None,
     typer.Option(
         "--html",
         metavar="FILE",
         callback=_writable,
-        help="Also write a page with facts of the machine, charts, and tables with filters.",
+        help="HTML report to write besides: machine, charts, tables with filters.",
     ),
 ]
 SomeDevicesOption = Annotated[
@@ -88,7 +88,7 @@ SomeDevicesOption = Annotated[
         "-d",
         metavar="NAME,NAME,...",
         envvar="GGMLB_DEVICES",
-        help="Devices; all by default.",
+        help="Devices, comma-separated (default: all).",
         autocompletion=complete_devices,
     ),
 ]
@@ -100,8 +100,8 @@ DevicesOption = Annotated[
         autocompletion=complete_devices,
         metavar="NAME,NAME,...",
         envvar="GGMLB_DEVICES",
-        help="Devices, highest priority first; the last runs the remaining ops. "
-        "By default the best device and the CPU.",
+        help="Devices, comma-separated, highest priority first; ops unsupported by the others run on "
+        "the last (default: the best device and the CPU).",
     ),
 ]
 LayersOption = Annotated[
@@ -109,14 +109,14 @@ LayersOption = Annotated[
     typer.Option(
         "--layers-on",
         metavar="NAME=RANGE",
-        help="Layers whose weights are on a device, as OpenCL0=0-2 or CPU=3,5; also 'all', 'embeddings' and "
-        "'output'. May be given several times.",
+        help="Layers to place on a device, as OpenCL0=0-2 or CPU=3,5; also 'all', 'embeddings' and 'output' "
+        "(repeatable).",
     ),
 ]
 ModelOption = Annotated[
     Path | None,
     typer.Option(
-        "--model", "-m", metavar="DIR", help="Model folder; the installed all-MiniLM-L6-v2 by default."
+        "--model", "-m", metavar="DIR", help="Model folder (default: the installed all-MiniLM-L6-v2)."
     ),
 ]
 
@@ -137,14 +137,14 @@ def text_of(file: Path) -> str:
 
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
-"""A size in bytes with a unit, as 200MiB, 1.5G (which is 1.5GiB) or 1000000."""
+"""A size with a unit, as 200MiB or 1.5G (the same as 1.5GiB), or in bytes, as 1000000."""
 
 
 def size_of(text: str, option: str) -> int:
     """Parse a size as `"200MiB"` into bytes.
 
     Raises:
-        ArgumentError: It is none; the message names the option.
+        ArgumentError: It is no size; the message names the option.
     """
     read = SIZE.fullmatch(text.strip())
     if read is None:

@@ -1,4 +1,4 @@
-"""`ggmlb perplexity`: how well a GGUF model foretells a text."""
+"""`ggmlb perplexity`: how well a GGUF model predicts a text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from ggmlb.cli.options import JsonOption, text_of
 @takes_model
 def perplexity(
     open_model: OpenModel,
-    file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The text, in UTF-8.")],
-    ctx: Annotated[int, typer.Option("--ctx", "-c", help="Tokens of a chunk.", min=4)] = 512,
-    chunks: Annotated[int | None, typer.Option("--chunks", help="Most chunks.", min=1)] = None,
+    file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="Text file in UTF-8.")],
+    ctx: Annotated[int, typer.Option("--ctx", "-c", metavar="N", help="Chunk size in tokens.", min=4)] = 512,
+    chunks: Annotated[
+        int | None,
+        typer.Option("--chunks", metavar="N", help="Number of chunks to read (default: all).", min=1),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute the perplexity of a text: of each chunk, the second half is foretold, as by llama.cpp.
+    """Compute the perplexity of a text over the second half of each chunk, as llama.cpp does.
 
     Examples:
       ggmlb perplexity -m model.gguf -f wiki.test.raw
@@ -33,4 +36,6 @@ def perplexity(
     if as_json:
         plain.echo(json.dumps(found._asdict()))
         return
-    plain.echo(f"perplexity {found.value:.4f} +/- {found.error:.4f}, {found.n_tokens} tokens foretold")
+    plain.echo(
+        f"perplexity {found.value:.4f} +/- {found.error:.4f}, over {found.n_tokens:,} predicted tokens"
+    )

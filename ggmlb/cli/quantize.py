@@ -1,4 +1,4 @@
-"""`ggmlb quantize`: a GGUF model with its matrices in another type."""
+"""`ggmlb quantize`: convert the matrices of a GGUF model to another data type."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def quantize(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="[MODEL] OUT", help="A GGUF file, of a split model the first part; the new file."
+            metavar="[MODEL] OUT", help="GGUF file (of a split model, the first part), and the file to write."
         ),
     ],
     to: Annotated[
@@ -31,8 +31,8 @@ def quantize(
             "--type",
             "-t",
             metavar="TYPE",
-            help="Type of the matrices, as q4_K, q8_0 or f16; or a mixture of llama.cpp's: q4_K_M, q4_K_S, "
-            "q5_K_M, q5_K_S, q3_K_L, q3_K_M, q3_K_S or q2_K_S.",
+            help="Data type of the matrices, as q4_K, q8_0 or f16; or one of llama.cpp's mixtures: q4_K_M, "
+            "q4_K_S, q5_K_M, q5_K_S, q3_K_L, q3_K_M, q3_K_S, q2_K_S.",
         ),
     ],
     model: ModelFileOption = None,
@@ -40,27 +40,27 @@ def quantize(
         list[str] | None,
         typer.Option(
             metavar="REGEX=TYPE",
-            help="Type of the tensors whose name matches, as 'ffn_down=q6_K'; the first match decides. "
-            "May be given several times.",
+            help="Data type of the tensors whose names match a pattern, as 'ffn_down=q6_K'; the first match "
+            "decides (repeatable).",
         ),
     ] = None,
     pure: Annotated[
         bool,
         typer.Option(
-            "--pure", help="One type for all matrices, the output too, which gets at least q6_K otherwise."
+            "--pure", help="Use one type for all matrices; otherwise the output matrix gets at least q6_K."
         ),
     ] = False,
     requantize: Annotated[
-        bool, typer.Option("--requantize", help="Convert tensors that are quantised already too.")
+        bool, typer.Option("--requantize", help="Convert tensors that are already quantised, too.")
     ] = False,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Number of threads; all processors by default.")
+        int | None, typer.Option(min=1, metavar="N", help="Number of CPU threads (default: all cores).")
     ] = None,
 ) -> None:
-    """Write a GGUF model with its matrices in another type.
+    """Convert the matrices of a GGUF model to another data type.
 
-    Norms and tensors of one dimension keep their type. Rows that are not whole blocks get a type of smaller
-    blocks, and are listed.
+    Norms and other one-dimensional tensors keep their type. Tensors whose rows are no whole number of blocks
+    get a type of smaller blocks, and are listed.
 
     Examples:
       ggmlb quantize model-f16.gguf model-q4_K_M.gguf --type q4_K_M

@@ -83,13 +83,13 @@ def _model_name(embedder: BertEmbedder) -> str:
 
 
 def print_devices(out: Console, backends: Sequence[Backend], homes: Mapping[int | str, str]) -> None:
-    """Print which device holds what."""
+    """Print the weights that each device holds."""
     from ggmlb.models.layers import held
 
-    columns = (Column("Device", style="bold"), Column("Weights it holds"), Column("Description", wraps=True))
+    columns = (Column("Device", style="bold"), Column("Weights"), Column("Description", wraps=True))
     parts = held(homes, [backend.name for backend in backends])
     rows = ((b.name, parts[b.name], b.device.description) for b in backends)
-    print_table(out, "Who holds what", columns, rows)
+    print_table(out, "Placement", columns, rows)
 
 
 def _print_splits(out: Console, embedder: BertEmbedder) -> None:
@@ -104,9 +104,9 @@ def _print_splits(out: Console, embedder: BertEmbedder) -> None:
         rows.append((str(i), split.backend.name, str(n_ops), copies or "-"))
     columns = (
         Column("Split", right=True), Column("Runs on", style="bold"), Column("Ops", right=True),
-        Column("Copied to it first", wraps=True),
+        Column("Copied inputs", wraps=True),
     )  # fmt: skip
-    print_table(out, "How the graph was cut", columns, rows)
+    print_table(out, "Splits of the graph", columns, rows)
 
 
 def _converse(

@@ -19,7 +19,7 @@ def show(
     model: ModelFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the metadata of a GGUF file, and its tensors with types and sizes.
+    """Show the metadata of a GGUF file, and its tensors with data types and sizes.
 
     Examples:
       ggmlb show model.gguf
@@ -58,5 +58,5 @@ def _print(file: GgufFile) -> None:
 
 TENSOR = (
     Column("Name", style="bold"), Column("Type"), Column("ne", wraps=True),
-    Column("Size", right=True, drop=1), Column("Offset", right=True, drop=2),
+    Column("Size", right=True, drop=1), Column("Offset [bytes]", right=True, drop=2),
 )  # fmt: skip

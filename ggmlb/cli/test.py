@@ -69,7 +69,7 @@ def test(
             "-d",
             metavar="NAME,NAME,...",
             autocompletion=complete_devices,
-            help="Devices to test; by default all but the CPU, which is the reference.",
+            help="Devices to test, comma-separated (default: all but the CPU, the reference).",
         ),
     ] = None,
     ops: Annotated[
@@ -78,28 +78,28 @@ def test(
             "--ops",
             "-o",
             metavar="OP,OP,...",
-            help="Only these ops, or kinds of behaviour.",
+            help="Ops, or kinds of behaviour, to test (default: all).",
             autocompletion=complete_ops,
         ),
     ] = None,
     pattern: Annotated[
-        str, typer.Option("--pattern", "-p", metavar="REGEX", help="Only cases whose id contains this.")
+        str, typer.Option("--pattern", "-p", metavar="REGEX", help="Pattern of case ids (default: all).")
     ] = "",
     mode: Annotated[
         Mode,
         typer.Option(
             metavar="MODE",
-            help="test: values and memory; support: supports_op lies neither way; grad: gradients; "
-            "perf: speed; behaviour: order, copies, buffers, plans; all: these five; it says how long they "
-            "will take.",
+            help="Kind of test. test: values and memory; support: supports_op is right for supported and "
+            "unsupported nodes; grad: gradients; perf: speed; behaviour: order, copies, buffers, plans; all: "
+            "these five, after an estimate of the time.",
         ),
     ] = Mode.test,
     format: Annotated[
-        Format, typer.Option("--format", metavar="FORMAT", help="table, json, csv or junit.")
+        Format, typer.Option("--format", metavar="FORMAT", help="Output format: table, json, csv or junit.")
     ] = Format.table,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; same as --format json.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", help="Write the results to a file.")
+        Path | None, typer.Option("--output", metavar="FILE", help="File for the results.")
     ] = None,
     html: HtmlOption = None,
     jobs: Annotated[
@@ -107,20 +107,27 @@ def test(
         typer.Option(
             "--jobs",
             "-j",
+            metavar="N",
             min=1,
-            help="Number of processes; perf always uses one. By default one for each core, at most 4, where "
-            "there is much to do.",
+            help="Number of processes (default: one per core, at most 4; fewer for few cases; 1 for perf).",
         ),
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", min=0, help="Most cases of an op; 0 for all. The first differ most.")
+        int,
+        typer.Option(
+            "--limit", metavar="N", min=0, help="Number of cases per op (0: all); the first vary most."
+        ),
     ] = 0,
     xfail: Annotated[
         Path | None,
-        typer.Option("--xfail", metavar="FILE", help="Cases known to fail: 'REGEX # reason' in each line."),
+        typer.Option(
+            "--xfail", metavar="FILE", help="File of cases known to fail: 'REGEX # reason' in each line."
+        ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every case in the table.")] = False,
-    only_list: Annotated[bool, typer.Option("--list", help="List the ids without running.")] = False,
+    only_list: Annotated[
+        bool, typer.Option("--list", help="List the case ids without running them.")
+    ] = False,
     address: AddressOption = None,
 ) -> None:
     """Test devices against the CPU: values, memory, support, behaviour and speed.

@@ -42,7 +42,7 @@ def test_generate_prints_json(model: str, capfd: pytest.CaptureFixture[str]) -> 
     out, err = capfd.readouterr()
     assert out == shown(told["text"]) + "\n"
     assert re.search(
-        r"prompt: 3 tokens, [\d.]+ per second; generated: 5, [\d.]+ per second; seed \d+$", err.strip()
+        r"prompt: 3 tokens, [\d.]+ tokens/s; generated: 5 tokens, [\d.]+ tokens/s; seed \d+$", err.strip()
     )
 
 

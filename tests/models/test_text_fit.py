@@ -258,9 +258,9 @@ def test_the_command_prints_what_fits(models: Callable[..., Path], capsys: Any) 
     asked = ["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--way", "layers"]
     assert run([*asked, "--cpu-experts"]) == 0
     text = capsys.readouterr().out
-    assert re.search("beside these, the process: about .* [MG]iB .resident .*, vocabulary .*, scratch ", text)
-    assert f"{CARD}: layers 0-4, the output; each token reads" in text
-    assert "CPU: the embeddings, experts of layers 0-4; each token reads" in text
+    assert re.search("the process needs about .* [MG]iB more .resident .*, vocabulary .*, scratch ", text)
+    assert f"{CARD}: layers 0-4, the output; " in text
+    assert "CPU: the embeddings, experts of layers 0-4; " in text
     assert run([*asked, "--json", "--kv-on", "CPU"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["process"]["resident"] > 16 << 20 and found["process"]["logits"] == 16 * N_VOCAB * 4
@@ -284,7 +284,7 @@ def test_the_command_tells_what_would_fit(models: Callable[..., Path], capsys: A
     assert run([*asked, *advice.split()]) == 0
     assert run(["fit", path, "-d", CARD, "--memory", f"{CARD}=1KiB"]) == 1
     text = capsys.readouterr().out
-    assert f"does not fit: {CARD} lacks" in text and "nothing fits: name further devices" in text
+    assert f"does not fit: {CARD} lacks" in text and "no option makes it fit: name further devices" in text
     small = [*asked[:4], "--ctx", "100000", "--kv-type", "f32", "--memory", f"{CARD}={8 * limit}", "--json"]
     assert run([*small, "--gpu-layers", "5"]) == 1
     told = json.loads(capsys.readouterr().out)["would_fit"]
