@@ -65,11 +65,7 @@ def compare(
     def opened(model: Path) -> TextModel:
         return open_model(model, devices=devices, ctx=ctx, threads=threads)
 
-    with (
-        opened(reference) as a,
-        opened(other) as b,
-        progress_bar("compare", 1) as progress,
-    ):
+    with opened(reference) as a, opened(other) as b, progress_bar("compare", 1) as progress:
         found = a.compare(b, text, ctx, max_tokens, progress)
     if as_json:
         plain.echo(json.dumps(_as_data(found, reference, other), indent=1))

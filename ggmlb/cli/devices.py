@@ -19,10 +19,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def devices(
-    as_json: JsonOption = False,
-    address: AddressOption = None,
-) -> None:
+def devices(as_json: JsonOption = False, address: AddressOption = None) -> None:
     """List the devices: name, type, memory, capabilities, or why a backend is unavailable.
 
     Examples:

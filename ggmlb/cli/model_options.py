@@ -99,8 +99,7 @@ ExpertCacheOption = Annotated[
     ),
 ]
 FitOption = Annotated[
-    bool,
-    typer.Option(help="Place layers and experts to fit device memory, unless other options place them."),
+    bool, typer.Option(help="Place layers and experts to fit device memory, unless other options place them.")
 ]
 ThreadsOption = Annotated[
     int | None,

@@ -24,10 +24,7 @@ N_ANSWERS = 3
 
 
 def search(
-    out: Console,
-    names: list[str] | None,
-    requests: dict[str, list[str]] | None,
-    model: Path | None,
+    out: Console, names: list[str] | None, requests: dict[str, list[str]] | None, model: Path | None
 ) -> None:
     """Search a few passages by meaning, with one model split over several devices.
 

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
     from ggmlb.models.gguf import GgufFile
 
 
-def show(
-    path: ModelArgument = None,
-    model: ModelFileOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def show(path: ModelArgument = None, model: ModelFileOption = None, as_json: JsonOption = False) -> None:
     """Show the metadata of a GGUF file, and its tensors with data types and sizes.
 
     Examples:

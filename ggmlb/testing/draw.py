@@ -163,12 +163,7 @@ class Program:
         return f"$x{number}"
 
     def operand(
-        self,
-        dtype: DType,
-        ne: Extents,
-        *layouts: str,
-        beyond: tuple[str, ...] = (),
-        **values: Any,
+        self, dtype: DType, ne: Extents, *layouts: str, beyond: tuple[str, ...] = (), **values: Any
     ) -> str:
         """Create a tensor of that type and shape, in one of the memory layouts."""
         ne = (*ne, 1, 1, 1)[:4]

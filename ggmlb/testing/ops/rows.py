@@ -138,11 +138,7 @@ for fn in ("diag_mask_inf", "diag_mask_zero"):
 # -- select ---
 
 
-@cases(
-    Op.ARGMAX,
-    on_main("argmax"),
-    Perf("argmax", "f32", lambda c, s: c.argmax(f32(c, 8000 * s, 32))),
-)
+@cases(Op.ARGMAX, on_main("argmax"), Perf("argmax", "f32", lambda c, s: c.argmax(f32(c, 8000 * s, 32))))
 def argmax(p: Program) -> None:
     p.out("argmax", p.operand(p.one_of(F32, beyond=(F16, BF16)), p.ne(70, 9), PLAIN, PADDED, beyond=ANY))
 
@@ -152,11 +148,7 @@ def _drawn_distinct(p: Program, ne: tuple[int, ...]) -> str:
     return p.leaf(F32, ne, values)
 
 
-@cases(
-    Op.ARGSORT,
-    on_main("argsort"),
-    Perf("argsort", "f32", lambda c, s: c.argsort(f32(c, 1024 * s, 32))),
-)
+@cases(Op.ARGSORT, on_main("argsort"), Perf("argsort", "f32", lambda c, s: c.argsort(f32(c, 1024 * s, 32))))
 def argsort(p: Program) -> None:
     p.out("argsort", _drawn_distinct(p, p.ne()), p.one_of(*SortOrder))
 
@@ -167,11 +159,7 @@ def argsort_top_k(p: Program) -> None:
     p.out("argsort_top_k", _drawn_distinct(p, ne), p.int(1, ne[0]))
 
 
-@cases(
-    Op.TOP_K,
-    on_main("top_k", 4),
-    Perf("top_k", "f32", lambda c, s: c.top_k(f32(c, 8000 * s, 16), 40)),
-)
+@cases(Op.TOP_K, on_main("top_k", 4), Perf("top_k", "f32", lambda c, s: c.top_k(f32(c, 8000 * s, 16), 40)))
 def top_k(p: Program) -> None:
     ne = p.ne()
     p.rule = "gather_sorted"
