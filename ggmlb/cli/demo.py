@@ -77,7 +77,7 @@ def _chat(
 def _answer(
     out: Console, path: Path, names: list[str] | None, requests: dict[str, list[str]] | None
 ) -> Generation:
-    """Answer the question on these devices, and tell who holds what and how fast it was."""
+    """Answer the question on these devices, and print placement and speed."""
     from ggmlb.cli.search import print_devices
     from ggmlb.models import TextModel
 
@@ -101,7 +101,7 @@ def _answer(
 
 
 def _split(path: Path) -> tuple[list[str], dict[str, list[str]]] | None:
-    """Return a device with memory of its own and one that uses the host's, with half of the layers each."""
+    """Return a device with its own memory and one in host memory, with half of the layers each."""
     import ggmlb
 
     known = [d for d in ggmlb.devices() if d.is_automatic]

@@ -154,7 +154,7 @@ def diff(
 
 
 def _diff_programs(programs: list[DiffProgram], names: list[str], nmse: float | None, as_json: bool) -> bool:
-    """Print where two devices part in programs; return whether they do."""
+    """Print the first difference of two devices in each program; return whether there is one."""
     import ggmlb
 
     with ggmlb.init_by_name(names[0]) as a, ggmlb.init_by_name(names[1]) as b:
@@ -343,7 +343,7 @@ def _print_programs(done: list[DiffResult], names: list[str]) -> None:
 def _diff_model(
     path: Path, devices: Sequence[str], prompt: str, max_tokens: int, nmse: float | None, as_json: bool
 ) -> bool:
-    """Print where two devices part in a model; return whether they do."""
+    """Print the first difference of two devices in a model; return whether there is one."""
     from ggmlb.models import TextModel
     from ggmlb.models.text.compare import LIMIT as MODEL_LIMIT
 
@@ -397,7 +397,7 @@ def _print_model(found: Differences, path: Path, devices: Sequence[str], max_tok
 
 
 def _shown(found: Differences) -> list[NodeDifference]:
-    """Return all nodes of the layer of the first difference, and of the others the worst."""
+    """Return all nodes of the layer of the first difference, and the worst node of each other layer."""
     layers: dict[str, list[NodeDifference]] = {}
     for node in found.nodes:
         layers.setdefault(node.name.rpartition(".")[0] or node.name, []).append(node)

@@ -68,7 +68,7 @@ OTHER_TYPES = ("q8_0", "q4_0")
 
 
 class Report(NamedTuple):
-    """What is printed.
+    """The result of the command.
 
     Attributes:
         ways: All ways to split the model.
@@ -210,7 +210,7 @@ def _print(report: Report) -> None:
 
 
 def _print_ways(out: Console, ways: list[Way], taken: Way, devices: list[str]) -> None:
-    """Print the ways, with the time of a token, and the memory of each device."""
+    """Print the ways to split the model, with time per token and memory of each device."""
     rows = []
     for way in ways:
         cells = [""] * (1 + len(devices))

@@ -76,7 +76,7 @@ class Row(NamedTuple):
 def print_table(
     out: Console, title: str, columns: Sequence[Column], rows: Iterable[Sequence[str] | Row]
 ) -> None:
-    """Print a table in which no word is cut: without frame, then with fewer columns, if it is too wide.
+    """Print a table without cutting words: if too wide, without a frame, then with fewer columns.
 
     A note names the columns that are left out.
 
@@ -134,7 +134,7 @@ def print_table(
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
-    """Show progress on standard error: a bar on a terminal, elsewhere a line each half minute.
+    """Show progress on standard error: a bar on a terminal, elsewhere a line every 30 s.
 
     Yields:
         `progress(done, total)`.
@@ -154,7 +154,7 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
-    """Progress in a log: a line each half minute, with the time that is left at this pace."""
+    """Progress in a log: a line every 30 s, with the estimated time left."""
 
     def __init__(self, what: str) -> None:
         self._what = what

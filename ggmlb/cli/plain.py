@@ -27,7 +27,7 @@ def echo(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 
 
 def note(text: str) -> None:
-    """Print a line that is no result on standard error, unless `--quiet` is given."""
+    """Print a note on standard error, unless `--quiet` is given."""
     if not is_quiet():
         echo(text, sys.stderr)
 
@@ -91,7 +91,7 @@ def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:
 
 
 def notes() -> list[str]:
-    """Return a line for each usable backend whose devices come after others of their type."""
+    """Return a line for each usable backend whose devices rank after others of their type."""
     import ggmlb
 
     return [

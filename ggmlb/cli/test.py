@@ -42,7 +42,7 @@ MANY = 24
 
 
 class Mode(str, Enum):
-    """What is tested."""
+    """Kind of test."""
 
     test = "test"
     support = "support"
@@ -368,7 +368,7 @@ def _write(
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Context manager that words failures to write a report, such as a full disk."""
+    """Context manager that turns failures to write a report, as on a full disk, into ArgumentErrors."""
     try:
         yield
     except OSError as error:

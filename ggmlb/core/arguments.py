@@ -1,10 +1,10 @@
-"""Checks the arguments of public functions against their annotations.
+"""Type checks of the arguments of public functions, from their annotations.
 
-Types that passed are remembered, so that a call with arguments of known types costs one look-up. The
-function itself checks values: ranges, shapes and whether operands fit each other.
+Combinations of types that passed are cached, so that a call with known types costs one look-up. The function
+itself checks values: ranges, shapes and whether operands fit each other.
 
-Annotations are read as text at a function's first call. Of classes and aliases, those are checked that are
-`named` or an `alias` where they are defined; `Any`, arrays and enums (which have their own parsers) are not.
+Annotations are parsed as text at a function's first call. Checked are builtin types, containers, and classes
+that are registered by `named` or `alias`; `Any`, arrays and enums (which have their own parsers) are not.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def named(words: str) -> Callable[[Class], Class]:
 
 
 def alias(name: str, annotation: str) -> None:
-    """Let annotations of a name stand for another annotation."""
+    """Define a name as another spelling of an annotation."""
     kind = _kind(annotation)
     assert kind is not None, annotation
     _NAMED[name] = kind
@@ -259,7 +259,7 @@ def _split(annotation: str, at: str) -> list[str]:
 
 
 def answer(callback: str, value: Any) -> bool:
-    """Return what a user's callback answered, as `bool` reads it.
+    """Convert the result of a user's callback to a bool.
 
     Raises:
         ArgumentError: It is neither true nor false, as an array.
@@ -292,7 +292,7 @@ def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
 
 
 def generator(seed: int, call: str) -> np.random.Generator:
-    """Return random numbers that a caller's seed begins.
+    """Return a random generator with a caller's seed.
 
     Raises:
         ArgumentError: It is negative.

@@ -90,7 +90,7 @@ def _gradient(ctx: Context, node: Tensor, i: int, grad: Tensor) -> Tensor | None
 def _add(
     ctx: Context, grads: dict[Tensor, Tensor], accs: Mapping[Tensor, Tensor], tensor: Tensor, part: Tensor
 ) -> None:
-    """Add a part to a tensor's gradient: in place of an accumulator, else as a new tensor."""
+    """Add a term to a tensor's gradient: in place if it has an accumulator, else as a new node."""
     have = grads.get(tensor)
     if have is None:
         grads[tensor] = part

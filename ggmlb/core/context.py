@@ -236,7 +236,7 @@ class Context(
     # -- contents ------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget all tensors (ggml_reset); those that the caller holds stay valid."""
+        """Remove all tensors from the context (ggml_reset); tensors that the caller holds stay valid."""
         self.tensors.clear()
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -117,7 +117,7 @@ class BackendBroken(BackendError):
 
 
 class DeviceLostError(BackendError):
-    """A device does not answer any more; what it held is lost, and other devices go on.
+    """A device no longer answers: its memory is lost, other devices are unaffected.
 
     `node` is the machine or process that had it, `devices` the names of all devices there
     (`Scheduler.without`), `nbytes` the memory that was allocated there.

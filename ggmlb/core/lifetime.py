@@ -42,11 +42,11 @@ class Unique:
 
 
 class Closeable(ABC):
-    """A context manager that `close` ends."""
+    """A context manager that calls `close` at its end."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what it holds; has no effect if already closed."""
+        """Release the resources; no effect if already closed."""
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +129,7 @@ _CALLED: Final = ("__call__", "__contains__", "__enter__", "__getitem__", "__ite
 
 @cache
 def _freed(kind: Any) -> Any:
-    """Return the class of freed objects of a class."""
+    """Return the class whose methods raise FreedError, for freed objects of a class."""
     if "_refuses" in vars(kind):
         return kind
     members: dict[str, Any] = {"_refuses": True, "__slots__": (), "__repr__": _repr}

@@ -23,7 +23,7 @@ class PlacementClock:
         self.now = 0
 
     def tick(self) -> None:
-        """Note a change."""
+        """Count a change."""
         self.now += 1
 
 
@@ -74,7 +74,7 @@ class Params(dict[str, Any]):
 
 
 def frozen(params: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return parameters as a key, which tells 1 from 1.0 and True, and 0.0 from -0.0."""
+    """Return parameters as a hashable key that distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
     if not params:
         return ()
     values = params.values()

@@ -268,7 +268,7 @@ class Tensor(Operators):
         return clone
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """Everything but the context, for copies: a copy belongs to none."""
+        """State for copies: all but the context, since a copy belongs to none."""
         slots = [name for name in self.__slots__ if name != "__weakref__"]
         return None, {name: None if name == "maker" else getattr(self, name) for name in slots}
 

@@ -1,4 +1,4 @@
-"""About: machine, versions and devices of a run, for its report."""
+"""About: machine, software versions and devices of a run, for its report."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _answer(reg: BackendReg, name: str, of: object) -> Any:
 
 
 def _told(ask: Callable[[], Any]) -> str:
-    """Return an answer as text; a failure of the backend becomes text too, so that it can still be tested."""
+    """Return an answer as text, or the error's message, so that a faulty backend can still be tested."""
     try:
         return str(ask() or "")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The kit's table of cases, drawn from the families in the ops' records.
+"""The kit's table of cases, drawn by the families in `ggmlb.testing.ops`.
 
 Few programs cover every alternative of every choice, and they are always the same.
 
@@ -34,9 +34,9 @@ NOT_OF_GGML: Final = frozenset(name for r in RECORDS.values() if not r.of_ggml f
 """Families whose programs only Python computes, not ggml."""
 
 TIMES = 2
-"""Least number of times that each alternative is drawn."""
+"""Number of times that each alternative is drawn at least."""
 LEAST, MOST = 12, 150
-"""Most mixed programs of a family."""
+"""Least and largest number of mixed programs of a family."""
 ROW = 1000
 """About the length of a long row."""
 
@@ -126,7 +126,7 @@ class Plain:
 
 
 class Covering:
-    """Choices of one program.
+    """Choices of one program, the least-used alternatives first.
 
     Args:
         size: How large its tensors are.
@@ -204,7 +204,7 @@ def cases_of(family: str) -> tuple[KitCase, ...]:
 
 
 def _mixed(family: str) -> Iterator[KitCase | None]:
-    """Yield programs until each alternative was drawn often enough."""
+    """Yield programs until each alternative was drawn `TIMES` times."""
     used: dict[tuple[int, int], Counter[int]] = {}
     for number in range(MOST):
         case = _case(family, Covering(CYCLE[number % len(CYCLE)], _seed(family, str(number)), used))

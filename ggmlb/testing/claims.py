@@ -1,4 +1,4 @@
-"""Ops and types that a device claims, and the claims that a run did not test."""
+"""Ops and data types that a device supports, and those that a run did not test."""
 
 from __future__ import annotations
 

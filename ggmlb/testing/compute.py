@@ -170,7 +170,7 @@ class Bench(Freeable):
 
 
 def lenders(node: Tensor) -> list[int]:
-    """Return the operands whose memory a node's result may reuse, and that are not views."""
+    """Return the operands, views aside, in whose memory an allocator may place a node's result."""
     n = SPECS[node.op].inplace if node.view_src is None and not node.is_empty else 0
     roots = [None if s is None else s.view_src or s for s in node.src]
     return [

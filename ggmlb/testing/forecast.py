@@ -1,4 +1,4 @@
-"""Estimate of a run's duration from a few of its cases."""
+"""Estimated duration of a run, from the time of a few of its cases."""
 
 from __future__ import annotations
 

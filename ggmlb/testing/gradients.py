@@ -1,4 +1,4 @@
-"""Mode `grad`: gradients that a device computes, beside differences of the CPU's results.
+"""Mode `grad`: gradients computed by a device, compared with finite differences on the CPU.
 
 The loss of a case is the sum of its first output's elements, each with a weight of its own. A few elements of
 each operand are moved by some steps, and the loss is summed in float64. Where steps of different length
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ggmlb.testing.programs import Built
 
 N_ELEMENTS: Final = 6
-"""Elements of an operand that are moved."""
+"""Number of elements of an operand that are varied."""
 
 STEP: Final = 2.0**-6
 """How far [of the operand's values]; half and a quarter of it, too."""
@@ -230,7 +230,7 @@ def gradients(problem: Problem, graph: Graph, scheduler: Scheduler) -> list[npt.
 
 
 class _Slope(NamedTuple):
-    """The slope at an element, by differences.
+    """The derivative at an element, by finite differences.
 
     Attributes:
         value: By the shorter steps.

@@ -1,4 +1,4 @@
-"""Programs placed between guard bytes, to find unwritten results and stray writes."""
+"""Programs placed between guard bytes, to detect unwritten results and out-of-bounds writes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WatchedBuffer:
         self._before = self._whole.get()
 
     def trespass(self) -> str:
-        """Describe a stray write since `remember`; empty if there was none."""
+        """Describe an out-of-bounds write since `remember`; empty if there was none."""
         changed = np.flatnonzero((self._whole.get() != self._before) & ~self.written)
         return self._whose(int(changed[0]), changed.size) if changed.size else ""
 
@@ -111,7 +111,7 @@ class Image:
             watch.remember()
 
     def trespass(self) -> str:
-        """Describe a stray write; empty if there was none."""
+        """Describe an out-of-bounds write; empty if there was none."""
         for watch in self.watches:
             if told := watch.trespass():
                 return told

@@ -1,4 +1,4 @@
-"""Allowed errors of a device, where it may differ from the reference."""
+"""Tolerances: the allowed error of a device against the reference."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class TestMemory(HostBufferType):
 
     @property
     def max_size(self) -> int:
-        """As given."""
+        """The limit given to the constructor [bytes]."""
         return self._max_size
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:

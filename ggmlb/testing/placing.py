@@ -51,7 +51,7 @@ class ShardedMemory:
         return Image(built, watches)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._free_inputs()
         self._guarded.free()
 
@@ -104,7 +104,7 @@ class WeightMemory:
         return image
 
     def free(self) -> None:
-        """Free the weight's memory; the rest has another owner."""
+        """Free the weight's buffer; the other memory belongs to the bench."""
         self._free_weight()
 
     def _free_weight(self) -> None:

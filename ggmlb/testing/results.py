@@ -20,7 +20,7 @@ class Outcome(str, Enum):
 
     @property
     def is_bad(self) -> bool:
-        """Whether it fails the run."""
+        """Whether the outcome fails the run."""
         return self in (Outcome.FAILED, Outcome.XPASSED)
 
     @property
@@ -56,7 +56,7 @@ class CaseResult:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def told(self, outcome: Outcome, reason: str) -> CaseResult:
-        """Return the same case with another outcome."""
+        """Return the same result with another outcome."""
         return replace(self, outcome=outcome, reason=reason)
 
     def as_dict(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ ALL: Final = ("behaviour", "test", "support", "grad", "perf")
 
 PRODUCTS: Final = ("mul_mat", "mul_mat_id", "get_rows", "add")
 WITH_WEIGHTS: Final = {"behaviour": (), "grad": ("mul_mat",)}
-"""Families whose first operand is also placed in every buffer type for weights, by mode; else `PRODUCTS`."""
+"""Families whose first operand is also placed in each buffer type for weights, by mode; else `PRODUCTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Runner:
         self._rates: dict[str, perf.PeakRates] = {}
 
     def run(self, task: FamilyTask) -> Iterator[CaseResult]:
-        """Yield the results of a task, one by one."""
+        """Run the cases of a task; yield each result."""
         device = self.device(task.device)
         if task.mode == "behaviour":
             yield from (behaves(device, task.family, name) for name in task.ids)

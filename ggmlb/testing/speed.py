@@ -1,6 +1,6 @@
-"""Summary of a device's speed: memory, transfers, products, and the cost of a small op.
+"""Summary of a device's speed: bandwidth of memory and transfers, products, latency of a small op.
 
-They serve to choose a device and to check a driver's setup; mode `perf` measures each op.
+For choosing a device and checking a driver's setup; mode `perf` measures each op.
 """
 
 from __future__ import annotations

@@ -109,6 +109,14 @@ def test_long_arrays_are_not_decoded(
 
 def test_a_notebook_shows_the_same(path: Path) -> None:
     page = shown(open_gguf(path))
-    for text in ("GgufFile m.gguf", "llama", "['t0', 't1'", "<w>", "<b>", "13.67 bits per parameter", "not UTF-8"):
+    for text in (
+        "GgufFile m.gguf",
+        "llama",
+        "['t0', 't1'",
+        "<w>",
+        "<b>",
+        "13.67 bits per parameter",
+        "not UTF-8",
+    ):
         assert text in page
     assert "\x1b" not in page

@@ -1,8 +1,8 @@
 """ggml's own compiled backends (CPU, CUDA, Metal, Vulkan, SYCL, ...) as devices.
 
-The libraries are found by their files: of `GGMLB_GGML_PATH`, of installed packages, of the system. Each is
-probed by a process of its own when the devices are first requested, and loaded into this one when one of its
-devices is first used. Devices have the library's names after a prefix, `ggml:CPU`, `ggml:Vulkan0`; those of
+Libraries are searched in `GGMLB_GGML_PATH`, in installed packages and in the system's folders. Each is probed
+in a child process when the devices are first requested, and loaded into this process when one of its devices
+is first used. Devices have the library's names after a prefix, `ggml:CPU`, `ggml:Vulkan0`; those of
 a second library begin with `ggml2:`, and so on.
 
 An abort of the library ends the process; no Python code can catch it. Therefore a kind of node is computed
@@ -97,7 +97,7 @@ def backend_reg() -> GgmlReg:
 
 @checked
 def _driver_version(device: Device) -> str:
-    """Return the library that a device is of, with its version."""
+    """Return the library of a device, with its version."""
     from ggmlb.backends.ggml.device import GgmlDevice
 
     assert isinstance(device, GgmlDevice)

@@ -1,11 +1,11 @@
 """Functions of a compiled ggml library by ctypes, and a probe of the layout of its structs.
 
-`python abi.py PART... [--load FOLDER]` loads a library in a process of its own and prints what `probe`
-finds, as JSON: a library that does not fit may end that process, and not the user's. The file needs nothing
-but the standard library, so that the process starts at once.
+`python abi.py PART... [--load FOLDER]` loads a library in a child process and prints the result of `probe` as
+JSON: a library that does not fit may abort that process, and not the user's. The file imports only the
+standard library, so that the process starts quickly.
 
-Struct layouts are found, not assumed: fields of `ggml_tensor` by making tensors with marks in them, slots of
-the tables of functions by giving the public accessors tables of callbacks that tell which one was called.
+Struct layouts are measured, not assumed: fields of `ggml_tensor` by creating tensors with known values, slots
+of the tables of functions by passing the public accessors tables of callbacks that record which was called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _KINDS: dict[str, Any] = {
@@ -73,48 +73,16 @@ LATER = {
     "backend_tensor_set_2d": "vppzzzzz", "backend_tensor_get_2d": "vppzzzzz",
     "backend_tensor_set_2d_async": "vpppzzzzz", "backend_tensor_get_2d_async": "vpppzzzzz",
 }  # fmt: skip
-"""Functions that newer libraries have, used where they are there."""
+"""Functions of newer libraries, used if present."""
 
-TABLES: dict[str, dict[str, tuple[str, tuple[Any, ...]]]] = {
-    "buffer_type": {
-        "get_name": ("backend_buft_name", ()),
-        "alloc_buffer": ("backend_buft_alloc_buffer", (64,)),
-        "get_alignment": ("backend_buft_get_alignment", ()),
-        "get_max_size": ("backend_buft_get_max_size", ()),
-        "get_alloc_size": ("backend_buft_get_alloc_size", ("tensor",)),
-        "is_host": ("backend_buft_is_host", ()),
-    },
-    "buffer": {
-        "get_base": ("backend_buffer_get_base", ()),
-        "init_tensor": ("backend_buffer_init_tensor", ("tensor",)),
-        "clear": ("backend_buffer_clear", (0,)),
-    },
-    "backend": {
-        "free": ("backend_free", ()),
-        "synchronize": ("backend_synchronize", ()),
-        "graph_compute": ("backend_graph_compute_async", ("tensor",)),
-    },
-    "device": {
-        "get_name": ("backend_dev_name", ()),
-        "get_description": ("backend_dev_description", ()),
-        "get_memory": ("backend_dev_memory", ("room", "room")),
-        "get_type": ("backend_dev_type", ()),
-        "get_props": ("backend_dev_get_props", ("room",)),
-        "init_backend": ("backend_dev_init", (None,)),
-        "get_buffer_type": ("backend_dev_buffer_type", ()),
-        "get_host_buffer_type": ("backend_dev_host_buffer_type", ()),
-        "buffer_from_host_ptr": ("backend_dev_buffer_from_host_ptr", ("room", 64, 64)),
-        "supports_op": ("backend_dev_supports_op", ("tensor",)),
-        "supports_buft": ("backend_dev_supports_buft", ("room",)),
-        "offload_op": ("backend_dev_offload_op", ("tensor",)),
-        "event_new": ("backend_event_new", ()),
-    },
-    "registration": {
-        "get_name": ("backend_reg_name", ()),
-        "get_proc_address": ("backend_reg_get_proc_address", (b"",)),
-    },
+Accessors = Mapping[str, tuple[str, tuple[Any, ...]]]
+"""Slots of a table of functions: the public function that calls each, and its further arguments."""
+
+SLOTS: dict[str, Accessors] = {
+    "buffer_type": {"get_alloc_size": ("backend_buft_get_alloc_size", ("tensor",))},
+    "buffer": {"init_tensor": ("backend_buffer_init_tensor", ("tensor",))},
 }
-"""Slots of each table of functions that have a public accessor: the accessor, and its further arguments."""
+"""Optional slots, for which `GgmlLibrary.has_slot` looks."""
 
 N_SLOTS = 32
 NEAR = 1 << 27
@@ -126,7 +94,7 @@ ID_AT = 40
 
 
 class Unfit(Exception):
-    """The library is not one that this backend can use; the message says why."""
+    """This backend cannot use the library; the message says why."""
 
 
 class Ggml:
@@ -161,7 +129,7 @@ class Ggml:
 
 
 def load(parts: Sequence[str], folder: str = "") -> Ggml:
-    """Load a library, and where it has no backend built in, the loadable ones of a folder.
+    """Load a library, and if it has no built-in backend, the loadable backends of a folder.
 
     Raises:
         OSError, Unfit: As `Ggml`.
@@ -188,14 +156,14 @@ def probe(ggml: Ggml) -> dict[str, Any]:
         "glu_ops": _names(ggml.c["glu_op_name"]),
         "types": _types(ggml),
         "tensor": _tensor_layout(ggml),
-        "slots": {table: _slots(ggml, table) for table in TABLES},
+        "slots": {table: slots(ggml, accessors) for table, accessors in SLOTS.items()},
         "props_size": _props_size(ggml),
         "devices": [_device(ggml, i) for i in range(ggml.c["backend_dev_count"]())],
     }
 
 
 def _names(name_of: Callable[[int], int]) -> dict[str, int]:
-    """Return the numbers of an enum's names, an array whose end ggml does not tell."""
+    """Return the numbers of an enum by name, read from ggml's array of names, whose length is unknown."""
     first = name_of(0)
     found: dict[str, int] = {}
     for number in range(256):
@@ -269,7 +237,7 @@ def _tensor_layout(ggml: Ggml) -> dict[str, int]:
 _Slot = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)
 
 
-def _slots(ggml: Ggml, table: str) -> dict[str, int]:
+def slots(ggml: Ggml, accessors: Accessors) -> dict[str, int]:
     """Return the index of each slot of a table, in pointers from the struct's start; -1 if not found."""
     called: list[int] = []
     room = ctypes.create_string_buffer(1024)
@@ -284,7 +252,7 @@ def _slots(ggml: Ggml, table: str) -> dict[str, int]:
     callbacks = [slot(i) for i in range(N_SLOTS)]
     fake = (ctypes.c_void_p * N_SLOTS)(*(ctypes.cast(c, ctypes.c_void_p).value for c in callbacks))
     found = {}
-    for name, (accessor, arguments) in TABLES[table].items():
+    for name, (accessor, arguments) in accessors.items():
         called.clear()
         given = [ctypes.addressof(room) if a in ("tensor", "room") else a for a in arguments]
         ggml.c[accessor](ctypes.addressof(fake), *given)

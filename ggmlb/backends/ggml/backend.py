@@ -30,7 +30,7 @@ _ALLOC_FAILED: Final = -2
 
 
 class GgmlEvent(Event):
-    """An event of ggml's.
+    """A ggml event.
 
     Attributes:
         handle: The C event.
@@ -54,7 +54,7 @@ class GgmlEvent(Event):
 
 
 class GgmlBackend(Backend):
-    """A stream of ggml's.
+    """A ggml backend: a stream.
 
     Attributes:
         handle: The C backend.

@@ -1,4 +1,4 @@
-"""Memory of ggml's devices."""
+"""Buffers and buffer types of ggml's devices."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class GgmlBufferType(BufferType):
 
     @property
     def is_host(self) -> bool:
-        """As ggml says."""
+        """Whether it is host memory, from ggml."""
         return self._is_host
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Return the bytes that the tensor needs, as ggml says."""
+        """Return ggml's allocation size of the tensor [bytes]."""
         if not self._has_sizes:
             return tensor.nbytes
         library = self.device.library
@@ -105,7 +105,7 @@ class GgmlBuffer(Buffer):
 
     @property
     def prepares_tensors(self) -> bool:
-        """Whether ggml prepares tensors that are not a graph's own; those, plans prepare."""
+        """Whether ggml's `init_tensor` must be called; for tensors of a graph's own memory, plans call it."""
         return self._prepares and self._usage is not BufferUsage.COMPUTE
 
     def c_tensor(self, tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
@@ -116,7 +116,7 @@ class GgmlBuffer(Buffer):
         return memory
 
     def extra(self, tensor: Tensor) -> int | None:
-        """Return what ggml noted in `extra` of a prepared tensor; `None` if it is to be prepared."""
+        """Return the field `extra` that ggml's `init_tensor` set; `None` if it was not called yet."""
         return self._extras.get(tensor, None if self._prepares else 0)
 
     def _init_tensor(self, tensor: Tensor) -> None:

@@ -35,7 +35,7 @@ TENSOR_ALIGNMENT: Final = 32
 """Bytes: ggml ends the process if a caller's memory does not begin at a multiple of it."""
 
 MOST_ANSWERS: Final = 4096
-"""Nodes whose answers are kept: the layers of a model ask the same again."""
+"""Size of the cache of answers: the layers of a model ask the same questions."""
 
 PYTHON_OPS: Final = frozenset({Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM})
 
@@ -72,12 +72,12 @@ class GgmlDevice(Device):
 
     @property
     def description(self) -> str:
-        """The device, and the library."""
+        """The device's description by ggml, and the library."""
         return f"{self._facts['description']}, {self.library}"
 
     @property
     def type(self) -> DeviceType:
-        """As ggml says, but ACCEL for its CPU, which works beside ours in the same memory."""
+        """The type by ggml; ACCEL for ggml's CPU, which shares memory with our CPU device."""
         kind = _TYPES[self._facts["type"]]
         return DeviceType.ACCEL if kind is DeviceType.CPU else kind
 
@@ -88,7 +88,7 @@ class GgmlDevice(Device):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """As ggml says [bytes]."""
+        """Free and total memory, from ggml [bytes]."""
         if self.is_cpu:
             return host_device().memory
         if not self.library.is_loaded:
@@ -98,7 +98,7 @@ class GgmlDevice(Device):
 
     @property
     def caps(self) -> Caps:
-        """As ggml says; its CPU computes in host memory, and is done when a call returns."""
+        """Capabilities by ggml; its CPU computes in host memory, synchronously."""
         async_, host_buffer, from_host_ptr, events, mmap_support = self._facts["caps"]
         if self.is_cpu:
             return Caps(buffer_from_host_ptr=True, mmap_support=True)
@@ -106,7 +106,7 @@ class GgmlDevice(Device):
 
     @property
     def device_id(self) -> str | None:
-        """As ggml says."""
+        """The identifier of the device by ggml, as a PCI address."""
         ident = self._facts["id"]
         return None if ident is None else str(ident)
 
@@ -154,11 +154,11 @@ class GgmlDevice(Device):
         return handle, start + tensor.offset
 
     def drop(self, handle: int) -> None:
-        """Note a C buffer to be freed; called by whatever thread collects garbage."""
+        """Queue a C buffer to be freed; may be called from any thread, as the garbage collector does."""
         self._dropped.append(handle)
 
     def free_dropped(self) -> None:
-        """Free the noted C buffers, when queued work that may use them is done."""
+        """Free the queued C buffers, after the work that may use them."""
         if self._dropped:
             handles = [self._dropped.popleft() for _ in range(len(self._dropped))]
             for stream in self.streams:
@@ -217,7 +217,7 @@ class GgmlDevice(Device):
         return super().buffer_from_host_ptr(array, max_tensor_size)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """As ggml says of its own memory; its CPU computes in any host memory."""
+        """The answer of ggml for its own memory; its CPU computes in any host memory."""
         if isinstance(buft, GgmlBufferType) and buft.device.library is self.library:
             return bool(self.library.load()["backend_dev_supports_buft"](self.handle, buft.handle))
         return self.is_cpu and buft.is_host
@@ -225,10 +225,10 @@ class GgmlDevice(Device):
     # -- ops -----------------------------------------------------------------------------------
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the node cannot be computed: by this library, or because a trial failed.
+        """Return why the node cannot be computed: ggml declines it, or a trial failed.
 
-        ggml's own answer is not enough: it says yes to some nodes that end the process. A kind of node is
-        trusted when a trial in another process has computed one rightly (`trust`).
+        The library's own `supports_op` is not enough: it accepts some nodes that abort the process. A kind of
+        node is trusted once a trial in another process has computed one correctly (`trust`).
         """
         if op.op in NO_OPS:
             return None
@@ -263,7 +263,7 @@ class GgmlDevice(Device):
         return self._judge.verdict(self, op)
 
     def offload_op(self, op: Tensor) -> bool:
-        """As ggml says."""
+        """Return ggml's answer."""
         try:
             return op.op in self.library.ops and self.ask("backend_dev_offload_op", op)
         except (LookupError, ArgumentError):
@@ -324,7 +324,7 @@ class GgmlDevice(Device):
 
 
 def _question(op: Tensor) -> tuple[object, ...]:
-    """Return all that the answer about a node depends on."""
+    """Return a key of all facts on which the answer about a node depends."""
     facts: list[object] = [op.op, *op.params.values(), op.view_offs if op.view_src is not None else -1]
     for t in (op, *op.src):
         if t is None:

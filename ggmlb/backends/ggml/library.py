@@ -1,4 +1,4 @@
-"""GgmlLibrary: a ggml library that was probed, and is loaded when one of its devices is first used."""
+"""GgmlLibrary: a probed ggml library, loaded at the first use of one of its devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log: Final = logging.getLogger("ggmlb.ggml")
 guard: Final = LibraryGuard("ggml")
 
 PATIENCE_S: Final = 120.0
-"""How long the probe of a library may take; opening a card's driver may take some seconds [s]."""
+"""Time limit of the probe of a library [s]; opening a GPU driver may take some seconds."""
 
 _FORMATS: Final = {
     "type": "i", "buffer": "Q", "ne": "4q", "nb": "4Q", "op": "i", "op_params": "64s", "flags": "i",
@@ -42,11 +42,11 @@ N_NAME: Final = 63
 """Operands of a tensor, bytes of its parameters, and of its name."""
 
 QUIET: Final = {"GGML_NO_BACKTRACE": "1"}
-"""Environment of processes that an abort of ggml's may end: no debugger is called to show where."""
+"""Environment of processes that ggml may abort: it then starts no debugger for a backtrace."""
 
 
 def probe(found: Found) -> dict[str, Any]:
-    """Return what a process of its own finds in a library (`abi.probe`).
+    """Return the facts of a library, probed in a child process (`abi.probe`).
 
     Raises:
         BackendUnavailable: The library cannot be loaded, or is not one that this backend can use.

@@ -1,4 +1,4 @@
-"""GgmlPlan: a graph of C tensors, built once."""
+"""GgmlPlan: a C graph, built once."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _indices(nodes: list[Tensor]) -> tuple[Indices, ...]:
 
 
 def _needed(graph: Graph) -> set[Tensor]:
-    """Return the nodes that ggml must not fuse away, as others than the graph's nodes may read them.
+    """Return the nodes that ggml must not fuse away, because the result is read outside of the graph.
 
     ggml leaves out a result that one node reads, unless it is flagged. Here a result may also be read by
     another part of the whole graph, or by the user where no scheduler placed it.

@@ -1,7 +1,7 @@
-"""Memory of ggml's CPU that stores weights in another order (`CPU_REPACK`, `AMX`, ...): extra buffer types.
+"""Extra buffer types of ggml's CPU, which store weights in another order (`CPU_REPACK`, `AMX`, ...).
 
-ggml packs whole weights into it, and cannot read them back. What it does to the bits of a group of rows is
-found by packing marked ones, so that transfers of parts, and reads, are as of any memory.
+ggml packs only whole weights, and cannot read them back. The permutation of the bits of a group of rows is
+measured by packing marked rows, so that partial writes and reads work as in any memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from ggmlb.backends.ggml.device import GgmlDevice
 
 MOST_ROWS: Final = 64
-"""Rows of the largest groups that are looked for; models are loaded in slices of so many (`fill`)."""
+"""Largest number of rows in a group; models are loaded in slices of this many rows (`fill`)."""
 
 
 class Order(NamedTuple):
-    """What packing does to a group of rows.
+    """The permutation of bits that packing applies to a group of rows.
 
     Attributes:
         bits: Index in the packed group of each bit of the rows.
-        flips: Which of them are inverted there.
+        flips: Which of these bits are inverted.
     """
 
     bits: npt.NDArray[np.int32]
@@ -111,7 +111,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return np.packbits(bits[:, order.bits] ^ order.flips, axis=1).reshape(-1)
 
     def _order(self, tensor: Tensor) -> Order:
-        """Return what packing does to a group of a weight's rows; raises as `unpack`."""
+        """Return the permutation of a group of a weight's rows; raises as `unpack`."""
         kind = tensor.dtype, tensor.ne[0]
         with self._lock:
             if kind not in self._orders:
@@ -122,7 +122,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return GgmlRepackedBuffer(self, nbytes, handle)
 
     def _nothing(self) -> GgmlBuffer:
-        """A buffer that stands for all in questions to ggml."""
+        """An empty buffer, to ask ggml about tensors in this memory."""
         if self._empty is None:
             self._empty = cast("GgmlBuffer", self._alloc_buffer(ALIGNMENT))
         return self._empty
@@ -161,7 +161,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         )
 
     def _learn(self, dtype: DType, k: int, n_rows: int) -> Order:
-        """Find what packing does to the bits of a group: each is marked by its number, bit by bit."""
+        """Measure the permutation of a group's bits: pack the binary digits of each bit's number."""
         n = 8 * n_rows * dtype.row_size(k)
         numbers = np.arange(n, dtype=np.int32)
 

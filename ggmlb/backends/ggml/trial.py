@@ -1,4 +1,4 @@
-"""The process that computes trials: `python -m ggmlb.backends.ggml.trial`, the other end of `trust.Child`."""
+"""The child process of `trust.Child`, which computes trials: `python -m ggmlb.backends.ggml.trial`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ggmlb.interface import Backend, BufferType, tensor_alloc
 from ggmlb.interface.registry import host_device
 
 MOST_NMSE: Final = 1e-3
-"""Most error of a trial, normalised; ggml rounds activations. The conformance kit asks for each op's own."""
+"""Largest error of a trial (NMSE); ggml rounds activations. The conformance kit has each op's own limit."""
 
 MOST_ELEMENTS: Final = 1 << 18
 """Elements of a tensor beyond which a trial is made smaller, if its op has extents that may be."""
@@ -44,7 +44,7 @@ SHRINKABLE: Final = frozenset(
 """Ops whose operands are related by equal extents and repeats alone."""
 
 COPIES: Final = frozenset({Op.CPY, Op.CONT, Op.DUP})
-"""Those among them whose shapes may have but their elements in common."""
+"""Those of them whose operands need only equal numbers of elements."""
 
 POSITIVE: Final = frozenset(
     {Op.LOG, Op.SQRT, Op.DIV, Op.SOLVE_TRI, Op.OPT_STEP_ADAMW, Op.MUL_MAT, Op.MUL_MAT_ID, Op.OUT_PROD,
@@ -54,7 +54,7 @@ POSITIVE: Final = frozenset(
 
 
 class Trusting(Judge):
-    """Trusts every node: this process is there to be lost."""
+    """Trusts every node, as this process may be aborted."""
 
     def verdict(self, device: GgmlDevice, node: Tensor) -> str | None:
         """`None`."""
@@ -177,7 +177,7 @@ def _hadamard(ne: Ne) -> npt.NDArray[np.float32]:
 
 
 def _n_indices(node: Tensor, index: int) -> int:
-    """Return how many things an operand of indices may name."""
+    """Return the exclusive upper bound of an operand of indices."""
     at, bound = INDICES.get(node.op, (-1, None))
     return bound(node) if bound is not None and index == at else 64
 

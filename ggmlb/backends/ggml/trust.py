@@ -1,8 +1,8 @@
-"""Trust in a library, one kind of node at a time: a trial in a process that may be lost.
+"""Trials of a library, one per kind of node, in a child process.
 
-ggml's `supports_op` says yes to some nodes at which the library then ends the process, or computes something
-else than this ggmlb means. So the first node of each `kind` is computed in a process of its own (`trial`) and
-compared with the CPU's; verdicts are kept on disk, by library and device.
+ggml's `supports_op` accepts some nodes at which the library then aborts the process, or computes other values
+than ggmlb. So the first node of each `kind` is computed in a child process (`trial`) and compared with the
+CPU's result; verdicts are cached on disk, by library and device.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from ggmlb.backends.ggml.device import GgmlDevice
 
 EDITION: Final = 6
-"""Changes when trials do, so that older verdicts are not used."""
+"""Version of the trials; older verdicts are not used."""
 
 CPU_LIMIT_S: Final = 30
 GPU_LIMIT_S: Final = 120
 """Processor time of a trial on a CPU, and on a GPU, whose driver may compile shaders for a minute [s]."""
 
 PATIENCE_S: Final = 300.0
-"""How long a trial may take [s], on a machine that has other work or where it waits for something."""
+"""Time limit of a trial [s], generous for a busy machine."""
 
 SAVE_EVERY_S: Final = 2.0
 
@@ -86,7 +86,7 @@ def trial_of(node: Tensor, memory: str) -> Trial:
 
 
 def kind(trial: Trial) -> str:
-    """Return the kind of a node, as text: what decides which of a library's kernels computes it.
+    """Return the kind of a node as text: the facts by which a library selects a kernel.
 
     Kinds tell apart the op and its modes, the types, and of extents and strides the classes that kernels
     make: empty, one, few, many; whole vectors; contiguous, with gaps, permuted.
@@ -169,14 +169,14 @@ class Judge:
         return found
 
     def save(self) -> None:
-        """Write the verdicts, with those that other processes wrote meanwhile."""
+        """Write the verdicts to disk, merged with those of other processes."""
         if self._changed and self._verdicts is not None:
             self._verdicts = {**self._load(), **self._verdicts}
             disk_cache.save(self._file, json.dumps(self._verdicts).encode())
             self._saved_at, self._changed = monotonic(), False
 
     def close(self) -> None:
-        """Write the verdicts, and end the process that tries nodes."""
+        """Write the verdicts, and end the child process."""
         with self._lock:
             self.save()
             child, self._child = self._child, None
@@ -186,7 +186,7 @@ class Judge:
 
 
 class Child:
-    """A process that computes trials on a device, started again when one has ended it."""
+    """A child process that computes trials on a device; restarted when a trial has ended it."""
 
     def __init__(self, device: GgmlDevice) -> None:
         library = device.library
@@ -256,7 +256,7 @@ class Child:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process, with its forks."""
+    """Kill a process and its forks."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -272,7 +272,7 @@ def how_it_ended(ended_by: int, words: str) -> str:
 
 
 def last_words(log: bytes) -> str:
-    """Return the line of a log that tells why a process ended."""
+    """Return the line of a log that says why a process ended."""
     lines = log.decode(errors="replace").strip().splitlines()
     told = [line for line in lines if "ASSERT" in line or "error" in line.lower()] or lines[-1:]
     return " ".join(told[0].split()) if told else "it said nothing"

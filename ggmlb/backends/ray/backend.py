@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RayEvent(Event):
-    """A call, after which all work queued so far is done.
+    """An event of a remote stream: the actor call after which all work queued before it is done.
 
     Attributes:
         call: `None` until recorded, or if nothing was in progress then.
@@ -42,10 +42,10 @@ class RayEvent(Event):
 
 
 class RayPlan(GraphPlan):
-    """A plan that lies on another machine.
+    """A graph plan on another machine.
 
     Attributes:
-        planned: Its handle there, and what is read after it.
+        planned: Its remote handle, and the reads that follow it.
     """
 
     def __init__(self, backend: RayBackend, graph: Graph) -> None:
@@ -58,10 +58,10 @@ class RayPlan(GraphPlan):
 
 
 class RayBackend(Backend):
-    """A stream on a device of another machine: its work runs there in the order of the calls.
+    """A stream on a device of another machine; remote work runs in the order of the calls.
 
     Attributes:
-        handle: The stream's handle there.
+        handle: The remote stream's handle.
     """
 
     guid = "ggmlb-ray"
@@ -75,7 +75,7 @@ class RayBackend(Backend):
         self._release.atexit = False
 
     def set_n_threads(self, n: int) -> None:
-        """Use `n` threads there for later plans, if the device has threads.
+        """Set the number of remote threads for later plans, if the device has threads.
 
         Raises:
             ArgumentError: `n` is less than 1.

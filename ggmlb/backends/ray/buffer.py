@@ -1,4 +1,4 @@
-"""Memory of a device of another machine."""
+"""Buffers and buffer types of a device of another machine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class RayBufferType(BufferType):
-    """A kind of memory of a device of another machine.
+    """A buffer type of a device of another machine.
 
     Attributes:
-        is_plain: Whether tensors lie in it as they are described; else its machine is asked, once for each
-            type and extents.
+        is_plain: Whether tensors are stored in their own layout; else the machine is asked, once per type
+            and extents.
     """
 
     device: RayDevice
@@ -42,27 +42,27 @@ class RayBufferType(BufferType):
 
     @property
     def max_size(self) -> int:
-        """Largest buffer there [bytes]."""
+        """Largest remote buffer [bytes]."""
         return self._max_size
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Bytes that the tensor takes there."""
+        """Bytes that the tensor takes in remote memory."""
         return tensor.nbytes if self.is_plain else self._of(tensor).nbytes
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether products with such a weight are faster from here."""
+        """Whether products with this weight are faster from this memory."""
         return self.is_plain or self._of(tensor).suits
 
     def is_readable(self, tensor: Tensor) -> bool:
-        """Whether its bytes can be read back."""
+        """Whether the bytes of the tensor can be read back."""
         return self.is_plain or self._of(tensor).is_readable
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Type and byte strides of a tensor there."""
+        """Type and byte strides in which a tensor is stored."""
         return (tensor.dtype, tensor.nb) if self.is_plain else self._of(tensor)[1:3]
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the byte order of its blocks there."""
+        """Name of the order in which its blocks are packed; empty if they are not."""
         return "" if self.is_plain else self._of(tensor).packing
 
     def _of(self, tensor: Tensor) -> Stored:
@@ -77,14 +77,14 @@ class RayBufferType(BufferType):
 
 
 class RayBuffer(Buffer):
-    """An allocation on another machine, which knows it by its handle.
+    """An allocation on another machine, named by its handle.
 
-    Small writes are collected and sent with what follows, so that their errors are told by it.
+    Small writes are batched with the next command, which raises their errors.
 
     Attributes:
         link: The connection to the machine.
-        handle: The buffer's handle there.
-        piece: Most bytes of a read or write; larger ones are cut.
+        handle: The remote buffer's handle.
+        piece: Largest read or write [bytes]; larger ones are split.
     """
 
     buft: RayBufferType
@@ -101,21 +101,21 @@ class RayBuffer(Buffer):
 
     @property
     def base(self) -> int:
-        """The handle."""
+        """The remote buffer's handle."""
         return self.handle
 
     def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
-        """Return the place of bytes of a tensor in this buffer."""
+        """Return the remote memory range of some bytes of a tensor."""
         return MemoryRange(self.handle, tensor.offset + offset, tensor.nbytes if nbytes is None else nbytes)
 
     def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        """Collect a write of data that stay as they are."""
+        """Queue a write; the data must not change until it is sent."""
         for start in range(0, data.nbytes, self.piece):
             piece = data[start : start + self.piece]
             self.link.write(self.span(tensor, offset + start, piece.nbytes), piece)
 
     def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        """Collect a read into an array."""
+        """Queue a read into an array."""
         for start in range(0, out.nbytes, self.piece):
             piece = out[start : start + self.piece]
             self.link.read(self.span(tensor, offset + start, piece.nbytes), piece)
@@ -137,7 +137,7 @@ class RayBuffer(Buffer):
         self.link.settle()
 
     def _tell(self, nbytes: int) -> None:
-        """Show how much of the buffer has been sent, if that takes long."""
+        """Show the progress of an upload, if it takes long."""
         if self._n_taken + nbytes > self.size:
             self._n_taken = 0  # it is written anew
         self._n_taken += nbytes
@@ -169,12 +169,12 @@ class RayBuffer(Buffer):
 
 
 class RayStoringBuffer(RayBuffer):
-    """An allocation that stores tensors in another layout: transfers name the tensor, and are not cut."""
+    """An allocation that stores tensors in another layout: transfers name the tensor, and are not split."""
 
     piece = sys.maxsize
 
     def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
-        """Return the place of bytes of a tensor in this buffer."""
+        """Return the remote memory range of some bytes of a tensor."""
         return MemoryRange(self._record(tensor), offset, tensor.nbytes if nbytes is None else nbytes)
 
     def _init_tensor(self, tensor: Tensor) -> None:
@@ -190,7 +190,7 @@ def _release(link: Link, handle: int) -> None:
 
 
 def queue_copy(src: Tensor, dst: Tensor) -> bool:
-    """Collect a copy between buffers of nodes, in the order of both; `False` if one is elsewhere."""
+    """Queue a copy between remote buffers; `False` if one of them is not remote."""
     source, target = src.buffer, dst.buffer
     if not (isinstance(source, RayBuffer) and source.buft.is_plain):
         return False

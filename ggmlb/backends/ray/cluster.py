@@ -44,7 +44,7 @@ class Cluster(Closeable):
         return tuple(self.reg.found)
 
     def close(self) -> None:
-        """End the actors with all that they hold; without effect if closed already."""
+        """End the actors and free all that they hold; no effect if already closed."""
         import ray
 
         if not self._is_open:
@@ -151,7 +151,7 @@ def _start(machine: Mapping[str, Any], names: Sequence[str] | None) -> Any:
 
 
 def _facts(node: str, answer: Any) -> list[Mapping[str, Any]]:
-    """Return the facts of an actor's devices, from its answer.
+    """Wait for an actor to start; return the facts of its devices.
 
     Raises:
         BackendUnavailable: It does not start.

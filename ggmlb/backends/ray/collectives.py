@@ -1,8 +1,9 @@
-"""Sums over machines.
+"""All-reduce of tensors over machines.
 
 Each machine sends its part to all others through Ray's object store, and adds all parts in the order of the
-machines. Both are in calls that are made anyway: a part is read with the computation before it, once that is
-known to follow, and the sum goes with the computation after it. Ray's own collectives need PyTorch or NCCL.
+machines. Neither costs a call of its own: a part is read in the call of the computation before it, once that
+read is expected, and the sum is in the call of the computation after it. Ray's own collectives need PyTorch
+or NCCL.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class RayDevice(Device):
 
     Attributes:
         link: The connection to its machine.
-        far_name: Its name there.
+        far_name: Its name on that machine.
     """
 
     caps = Caps(async_=True, events=True)
@@ -40,22 +40,22 @@ class RayDevice(Device):
 
     @property
     def name(self) -> str:
-        """`node0/CPU`, and so on."""
+        """The node and the device: `node0/CPU`."""
         return self._name
 
     @property
     def description(self) -> str:
-        """That of its machine, and the machine."""
+        """The remote device's description, and its machine."""
         return self._description
 
     @property
     def type(self) -> DeviceType:
-        """As its machine says; ACCEL for a CPU, which works beside that of this machine."""
+        """The remote device's type; ACCEL for a CPU, which works beside the local one."""
         return self._type
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Free and total memory [bytes], as its machine says now."""
+        """Free and total remote memory [bytes], asked now."""
         free, total = self.link.ask("memory", self.far_name)
         return free, total
 
@@ -65,7 +65,7 @@ class RayDevice(Device):
         return self._reg
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
-        """Open a stream there, with the parameters of that device.
+        """Open a remote stream; the parameters are those of the device.
 
         Raises:
             ArgumentError: The device does not know a parameter.
@@ -75,20 +75,20 @@ class RayDevice(Device):
 
     @property
     def buffer_type(self) -> BufferType:
-        """Its memory."""
+        """The device's memory."""
         return self._memories[0]
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
-        """Its memory types that store weights in another layout."""
+        """The device's buffer types that store weights in another layout."""
         return self._memories[1:]
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Whether it is memory of this device."""
+        """Whether a buffer type is of this device."""
         return buft in self._memories
 
     def declines(self, op: Tensor) -> str | None:
-        """Return its machine's reason; asked once for nodes that differ in nothing but their places."""
+        """Return the remote device's reason; cached for nodes that differ only in their addresses."""
         if (why := unsendable(op)) is not None:
             return why
         record = node_record(op, self._handle)

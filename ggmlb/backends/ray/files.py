@@ -1,7 +1,7 @@
-"""Files that all machines see: a node reads weights from them itself, in place of the driver.
+"""Files on a shared file system: a node reads weights from them itself, instead of receiving them.
 
-The driver recognises data that lie in a mapped file by their address (Linux tells it in /proc/self/maps), and
-sends the path and the place. The node reads files of the shared folders only, and only if size and time of
+The driver recognises data of a memory-mapped file by their address (/proc/self/maps on Linux), and sends path
+and offset. The node reads files of the shared folders only, and only if size and time of
 change are those that the driver saw.
 """
 
@@ -47,12 +47,12 @@ class SharedFiles:
         self.folders = tuple(os.path.realpath(folder) for folder in folders)
 
     def holds(self, path: str) -> bool:
-        """Whether a file, links followed, lies in one of the folders."""
+        """Whether a file, links resolved, is in one of the folders."""
         real = os.path.realpath(path)
         return any(os.path.commonpath([real, folder]) == folder for folder in self.folders)
 
     def part_of(self, data: Bytes) -> FilePart | None:
-        """Return the part of a shared file that an array is mapped from; `None` if it is in other memory."""
+        """Return the part of a shared file that an array maps; `None` if it maps none."""
         if not self.folders:
             return None
         first = data.ctypes.data
@@ -72,7 +72,7 @@ class SharedFiles:
         return None
 
     def read(self, nbytes: int, path: str, offset: int, size: int, mtime_ns: int) -> Bytes:
-        """Read a part of a file that a driver names.
+        """Read a part of a shared file.
 
         Raises:
             BackendError: The file cannot be read, or is another here.

@@ -1,8 +1,8 @@
 """Link: the driver's end of a connection to a node.
 
-Commands are collected, and sent as one actor call when something waits for them or a graph is computed. Calls
-are asynchronous; the node runs them in order. So a split costs one call: its inputs, its plan's handle, and
-the reads of what was read after the same plan the last time, which are answered from this side.
+Commands are batched into one actor call, sent when something waits for them or a graph is computed. Calls are
+asynchronous; the node runs them in order. So a split costs one call: its inputs, its plan's handle, and the
+reads that followed the same plan the last time (read ahead), which are then answered on this side.
 
     write, write, compute, (read)  ──── one call ────▶  Node.run
     read                           ◀─── its result ───
@@ -31,16 +31,16 @@ from ggmlb.core.errors import BackendError, DeviceLostError, Error, one_line, re
 from ggmlb.system.progress import Task
 
 CHUNK: Final = 1 << 24
-"""Bytes after which collected commands are sent, and of the pieces of larger transfers."""
+"""Batched data after which commands are sent, and size of the pieces of larger transfers [bytes]."""
 
 MAX_CALLS: Final = 16
-"""Most calls in progress; the next waits for the oldest."""
+"""Number of calls in progress at most; the next waits for the oldest."""
 
 MAX_NBYTES: Final = 4 * CHUNK
-"""Most bytes that calls in progress carry, so that the object store does not fill up."""
+"""Data of calls in progress at most [bytes], so that the object store does not fill up."""
 
 MAX_AHEAD: Final = 1 << 24
-"""Most bytes of a result that is sent before it is asked for."""
+"""Largest result that is read ahead [bytes]."""
 
 LOOK_S: Final = 2.0
 """How long a call may take before the node is asked whether it is alive [s]."""
@@ -64,11 +64,11 @@ class MemoryRange(NamedTuple):
 
 
 class Planned:
-    """A plan on a node, and what is read after it.
+    """A plan on a node, and the reads that follow it.
 
     Attributes:
         handle: The plan's handle.
-        was_read: What was read since it was last computed, before any other command, and whether apart.
+        was_read: Ranges read since its last computation, before any other command, and whether apart.
     """
 
     def __init__(self, handle: int) -> None:
@@ -122,12 +122,12 @@ class Read:
 
     @property
     def ref(self) -> Any:
-        """The object that holds them, if apart."""
+        """The Ray object of the bytes, if apart."""
         assert self.call is not None
         return self.call.refs[1 + self._at]
 
     def into(self, out: Bytes) -> None:
-        """Let an array have the bytes as soon as the call is known to be done."""
+        """Fill an array when the call is known to be done."""
         self._outs.append(out)
         if self.call is not None and self.call.first is not None:
             self.deliver()
@@ -183,7 +183,7 @@ class Link:
         Link._by_actor[actor._actor_id.hex()] = self
 
     def _begin(self) -> None:
-        """Begin an empty message."""
+        """Start an empty batch."""
         self._commands: list[Sequence[Any]] = []
         self._small: list[Bytes] = []
         self._apart: list[Any] = []
@@ -196,7 +196,7 @@ class Link:
     # -- collecting ----------------------------------------------------------------------------
 
     def queue(self, *command: Any) -> None:
-        """Collect a command.
+        """Add a command to the batch.
 
         Raises:
             DeviceLostError: The node is lost.
@@ -208,12 +208,12 @@ class Link:
             self._commands.append(command)
 
     def release(self, *command: Any) -> None:
-        """Collect a command that releases something, at any time and from any thread; sent with the next."""
+        """Queue a release for the next batch; may be called at any time, from any thread."""
         if self._lost is None:
             self._garbage.append(list(command))
 
     def write(self, span: MemoryRange, data: Bytes) -> None:
-        """Collect a write; `data` must stay as it is until it is sent."""
+        """Add a write to the batch; `data` must not change until it is sent."""
         with self._lock:
             is_apart = data.nbytes >= APART
             self.queue("write", *span, is_apart)
@@ -223,13 +223,13 @@ class Link:
                 self.flush()
 
     def write_from(self, span: MemoryRange, source: Read) -> None:
-        """Collect a write of what another node read; the nodes exchange it."""
+        """Add a write of data that another node read; the nodes exchange it directly."""
         with self._lock:
             self.queue("write", *span, True)
             self._take(source)
 
     def add_from(self, span: MemoryRange, before: Sequence[Read], after: Sequence[Read]) -> None:
-        """Collect a sum of float32: what other nodes read, what is here, what others read, in that order."""
+        """Add a sum of float32: data of other nodes, of this node, and of other nodes, in that order."""
         with self._lock:
             self.queue("add", *span, len(before), len(after))
             for source in (*before, *after):
@@ -241,21 +241,21 @@ class Link:
         self._sources.append(source.call.link)
 
     def after(self, call: Call) -> None:
-        """Let what follows wait for a call to another node."""
+        """Make the next batch wait for a call to another node."""
         with self._lock:
             self._check()
             self._waits.append(call.refs[0])
             self._sources.append(call.link)
 
     def read(self, span: MemoryRange, out: Bytes) -> None:
-        """Collect a read into an array; or take what was read ahead, as after the same plan before."""
+        """Add a read into an array, unless it was read ahead."""
         with self._lock:
             self._check()
             is_apart = span.nbytes >= APART
             (self._was_ahead(span, is_apart) or self._collect(span, is_apart)).into(out)
 
     def read_apart(self, span: MemoryRange) -> Read:
-        """Send a read whose data another node takes; or take what was read ahead."""
+        """Send a read whose data goes to another node, unless it was read ahead."""
         with self._lock:
             self._check()
             read = self._was_ahead(span, True)
@@ -281,14 +281,14 @@ class Link:
         return read
 
     def tell(self, progress: str) -> None:
-        """Show the progress of what is sent to the node, if that takes long."""
+        """Show the progress of an upload, if it takes long."""
         with self._lock:
             if self._taking is None:
                 self._taking = Task(f"{self.title}: taking weights", None)
             self._taking.step(progress)
 
     def end_telling(self) -> None:
-        """Show how long it took; called when the node computes."""
+        """Show the duration of the upload; called when the node computes."""
         with self._lock:
             if self._taking is not None:
                 self._taking.end()
@@ -297,7 +297,7 @@ class Link:
     # -- sending -------------------------------------------------------------------------------
 
     def compute(self, plan: Planned) -> None:
-        """Send a computation, with all that was collected, and the reads that will follow."""
+        """Send a computation, with the batch before it and the reads expected after it."""
         with self._lock:
             self.end_telling()
             self.queue("compute", plan.handle)
@@ -311,7 +311,7 @@ class Link:
             self.flush()
 
     def ask(self, *command: Any) -> Any:
-        """Do a command now, and return its result.
+        """Run a command now, and return its result.
 
         Raises:
             Error: It failed, or one before it did.
@@ -327,7 +327,7 @@ class Link:
             return results[-1] if results else None
 
     def flush(self) -> Call | None:
-        """Send what was collected; return the last call in progress."""
+        """Send the batch; return the last call in progress."""
         with self._lock:
             if self._lost is not None:
                 self._begin()
@@ -339,7 +339,7 @@ class Link:
             return self._calls[-1] if self._calls else None
 
     def mark(self) -> Call | None:
-        """Send what was collected; return the call after which it is done, or `None` if all is.
+        """Send the batch; return the call after which it is done, or `None` if all is done.
 
         Raises:
             DeviceLostError: The node is lost.
@@ -370,7 +370,7 @@ class Link:
     # -- waiting -------------------------------------------------------------------------------
 
     def settle(self, last: Call | None = None) -> None:
-        """Send what was collected, and wait for it; or only for calls up to the last one given.
+        """Send the batch, and wait for it; or only for calls up to the given one.
 
         Raises:
             DeviceLostError: The node is lost.
@@ -389,7 +389,7 @@ class Link:
             raise BackendError(f"{self.title}: this work failed before, as was told then")
 
     def _finish(self, call: Call) -> None:
-        """Wait for a call, and keep its failure."""
+        """Wait for a call, and remember its failure for the next `settle`."""
         self._in_flight -= call.nbytes
         try:
             call.first = unpacked(self._get(call))
@@ -448,7 +448,7 @@ class Link:
             raise self._lost_error()
 
     def _error_of(self, error: Exception) -> Error:
-        """Return our error for a failure that Ray tells."""
+        """Return our error for a failure that Ray reports."""
         if isinstance(error, Error):
             return error
         if isinstance(error, exceptions.RayActorError):
@@ -461,7 +461,7 @@ class Link:
         return BackendError(f"{self.title} failed: {one_line(error)}")
 
     def _lose(self, why: str) -> DeviceLostError:
-        """Give up the node; return the error that tells it. Without its lock, as any link may find it."""
+        """Mark the node as lost; return the error. Takes no lock, as any link may find it."""
         if self._lost is None:
             self._lost = why
         return self._lost_error()

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 def versions() -> dict[str, Any]:
-    """Return what driver and node must have in common."""
+    """Return the versions that driver and node must share."""
     return {
         "protocol": PROTOCOL,
         "ggmlb": metadata.version("ggmlb"),
@@ -77,7 +77,7 @@ class Stored(NamedTuple):
 
 
 class Node:
-    """The devices of a machine, and what a driver has on them.
+    """The devices of a machine, and the buffers, streams and plans of a driver on them.
 
     Args:
         names: Names of the devices; all that the machine has if `None`.
@@ -298,7 +298,7 @@ class Node:
 
 
 class _Inbox:
-    """Data that came with a message."""
+    """Data received with a message."""
 
     def __init__(self, blob: Bytes, apart: Sequence[Any]) -> None:
         self._blob, self._at = blob, 0
@@ -327,7 +327,7 @@ class _Outbox:
         (self.apart if is_apart else self.small).append(data)
 
     def copy(self) -> None:
-        """Let the data stay as they are."""
+        """Copy views of memory that later commands may change."""
         if self._n_copied < len(self.small) + len(self.apart):
             self.small, self.apart = ([data.copy() for data in part] for part in (self.small, self.apart))
             self._n_copied = len(self.small) + len(self.apart)

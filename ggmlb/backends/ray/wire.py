@@ -148,13 +148,13 @@ class _Writer:
         self._numbers: dict[Tensor, int] = {}
 
     def add(self, node: Tensor, is_read_elsewhere: bool = False) -> int:
-        """Write a tensor, a node or a leaf, with what it reads; return its number."""
+        """Add the record of a node or leaf, after its operands; return its number."""
         src = tuple(NONE if s is None else self._number(s) for s in node.src)
         flags = node.flags | (TensorFlag.OUTPUT if is_read_elsewhere else 0)
         return self._append(node, node.op, src, tuple(node.params.items()), flags)
 
     def _number(self, tensor: Tensor) -> int:
-        """Return the number of an operand; one that is computed elsewhere is a leaf here."""
+        """Return the number of an operand; one that another graph computes becomes a leaf."""
         known = self._numbers.get(tensor)
         return self._append(tensor, Op.NONE, (), (), tensor.flags) if known is None else known
 

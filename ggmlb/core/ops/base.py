@@ -72,7 +72,7 @@ class OpBase:
         return self._take(tensor)
 
     def _take(self, tensor: Tensor) -> Tensor:
-        """Make a tensor one of the context's; return it."""
+        """Add a tensor to the context; return it."""
         self.tensors.append(tensor)
         tensor.maker = self._self
         return tensor

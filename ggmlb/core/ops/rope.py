@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 NO_SECTIONS = (0, 0, 0, 0)
 
+_PARAMS = (
+    "n_dims", "mode", "n_ctx_orig", "freq_base", "freq_scale", "ext_factor", "attn_factor",
+    "beta_fast", "beta_slow", "sections", "offset",
+)  # fmt: skip
+"""`mode` is a RopeType, `sections` are four, `offset` is the first rotated dimension."""
+
 Rotation = tuple[tuple[Tensor, Tensor, Tensor | None], dict[str, object]]
 """Checked operands and params of a rope node."""
 
@@ -100,20 +106,11 @@ def _multi(
         fail_arg(
             fn, "with an ext_factor, freq_scale must be above 0, freq_base not 1, n_ctx_orig not negative"
         )
-    params: dict[str, object] = {
-        "n_dims": n_dims,
-        "mode": mode,
-        "n_ctx_orig": n_ctx_orig,
-        "freq_base": freq_base,
-        "freq_scale": freq_scale,
-        "ext_factor": ext_factor,
-        "attn_factor": attn_factor,
-        "beta_fast": beta_fast,
-        "beta_slow": beta_slow,
-        "sections": tuple(sections),
-        "offset": 0,
-    }
-    return (a, b, c), params
+    values = (
+        n_dims, mode, n_ctx_orig, freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow,
+        tuple(sections), 0,
+    )  # fmt: skip
+    return (a, b, c), dict(zip(_PARAMS, values, strict=True))
 
 
 def _ext(
@@ -227,12 +224,6 @@ def _back_rope(c: Context, node: Tensor, grad: Tensor, back: bool = True) -> Ten
     rotate = c.rope_multi_back if back else c.rope_multi
     return c.rope_set_offset(rotate(grad, node.operand(1), node.src[2], **numbers), offset)
 
-
-_PARAMS = (
-    "n_dims", "mode", "n_ctx_orig", "freq_base", "freq_scale", "ext_factor", "attn_factor",
-    "beta_fast", "beta_slow", "sections", "offset",
-)  # fmt: skip
-"""`mode` is a RopeType, `sections` are four, `offset` is the first rotated dimension."""
 
 SPECS = (
     OpSpec(Op.ROPE, backward={0: _back_rope}, params=_PARAMS, inplace=1, shard=_shard_rope),

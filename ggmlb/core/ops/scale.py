@@ -24,27 +24,24 @@ class ScaleOps(OpBase):
         Raises:
             ShapeError: `a` has gaps other than between rows.
         """
-        if not is_padded_1d(a):
-            _fail("scale", a)
-        return self._op(Op.SCALE, a.dtype, a.ne, (a,), {"scale": s, "bias": 0.0})
+        return self._scale("scale", a, s, 0.0, False)
 
     def scale_inplace(self, a: Tensor, s: float) -> Tensor:
         """Return `scale`, written into the memory of `a` (ggml_scale_inplace)."""
-        if not is_padded_1d(a):
-            _fail("scale_inplace", a)
-        return self._op_into(Op.SCALE, a, (a,), {"scale": s, "bias": 0.0})
+        return self._scale("scale_inplace", a, s, 0.0, True)
 
     def scale_bias(self, a: Tensor, s: float, b: float) -> Tensor:
         """Return `a * s + b`; raises as `scale` (ggml_scale_bias)."""
-        if not is_padded_1d(a):
-            _fail("scale_bias", a)
-        return self._op(Op.SCALE, a.dtype, a.ne, (a,), {"scale": s, "bias": b})
+        return self._scale("scale_bias", a, s, b, False)
 
     def scale_bias_inplace(self, a: Tensor, s: float, b: float) -> Tensor:
         """Return `scale_bias`, written into the memory of `a` (ggml_scale_bias_inplace)."""
+        return self._scale("scale_bias_inplace", a, s, b, True)
+
+    def _scale(self, fn: str, a: Tensor, s: float, b: float, inplace: bool) -> Tensor:
         if not is_padded_1d(a):
-            _fail("scale_bias_inplace", a)
-        return self._op_into(Op.SCALE, a, (a,), {"scale": s, "bias": b})
+            fail_contiguous(fn, "a", a, "contiguous except for gaps between rows")
+        return self._like(inplace, Op.SCALE, a, (a,), {"scale": s, "bias": b})
 
     def clamp(self, a: Tensor, min: float, max: float) -> Tensor:
         """Return `a`, at least `min` and at most `max` (ggml_clamp).
@@ -57,10 +54,6 @@ class ScaleOps(OpBase):
     def clamp_inplace(self, a: Tensor, min: float, max: float) -> Tensor:
         """Return `clamp`, written into the memory of `a` (ggml_clamp_inplace)."""
         return self._like(True, Op.CLAMP, a, (a,), _bounds("clamp_inplace", min, max))
-
-
-def _fail(fn: str, a: Tensor) -> None:
-    fail_contiguous(fn, "a", a, "contiguous except for gaps between rows")
 
 
 def _bounds(fn: str, low: float, high: float) -> dict[str, float]:

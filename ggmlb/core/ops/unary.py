@@ -24,41 +24,25 @@ Unary = Callable[["UnaryOps", Tensor], Tensor]
 _ROWS = "contiguous within its rows"
 
 
-def _unary(op: UnaryOp, what: str) -> tuple[Unary, Unary]:
-    """Create the method of a function and its in-place variant."""
+def _function(op: UnaryOp | Op, what: str) -> tuple[Unary, Unary]:
+    """Create the method of a function and its in-place form."""
     fn = op.name.lower()
     fn_inplace = f"{fn}_inplace"
-    params = {"op": op}
+    kind, params = (op, None) if isinstance(op, Op) else (Op.UNARY, {"op": op})
 
     def new(self: UnaryOps, a: Tensor) -> Tensor:
-        if not a.is_contiguous_rows():
+        if params is not None and not a.is_contiguous_rows():
             fail_contiguous(fn, "a", a, _ROWS)
-        return self._op(Op.UNARY, a.dtype, a.ne, (a,), params)
+        return self._op(kind, a.dtype, a.ne, (a,), params)
 
     def inplace(self: UnaryOps, a: Tensor) -> Tensor:
-        if not a.is_contiguous_rows():
+        if params is not None and not a.is_contiguous_rows():
             fail_contiguous(fn_inplace, "a", a, _ROWS)
-        return self._op_into(Op.UNARY, a, (a,), params)
+        return self._op_into(kind, a, (a,), params)
 
     return (
         method(new, fn, f"Return {what}, element by element"),
         method(inplace, fn_inplace, f"Return {what}, written into the memory of `a`"),
-    )
-
-
-def _plain(op: Op, what: str) -> tuple[Unary, Unary]:
-    """Create the method of a function with its own op, and its in-place variant."""
-    fn = op.value.lower()
-
-    def new(self: UnaryOps, a: Tensor) -> Tensor:
-        return self._op(op, a.dtype, a.ne, (a,))
-
-    def inplace(self: UnaryOps, a: Tensor) -> Tensor:
-        return self._op_into(op, a, (a,))
-
-    return (
-        method(new, fn, f"Return {what}, element by element"),
-        method(inplace, f"{fn}_inplace", f"Return {what}, written into the memory of `a`"),
     )
 
 
@@ -69,33 +53,33 @@ class UnaryOps(OpBase):
         ShapeError: The rows of `a` are not contiguous, for `unary` and its shortcuts.
     """
 
-    abs, abs_inplace = _unary(UnaryOp.ABS, "`|a|`")
-    sgn, sgn_inplace = _unary(UnaryOp.SGN, "the sign of `a`: -1, 0 or 1")
-    neg, neg_inplace = _unary(UnaryOp.NEG, "`-a`")
-    step, step_inplace = _unary(UnaryOp.STEP, "1 where `a > 0`, else 0")
-    tanh, tanh_inplace = _unary(UnaryOp.TANH, "`tanh(a)`")
-    elu, elu_inplace = _unary(UnaryOp.ELU, "`a` where positive, else `exp(a) - 1`")
-    relu, relu_inplace = _unary(UnaryOp.RELU, "`max(a, 0)`")
-    sigmoid, sigmoid_inplace = _unary(UnaryOp.SIGMOID, "`1 / (1 + exp(-a))`")
-    gelu, gelu_inplace = _unary(UnaryOp.GELU, "GELU by its tanh approximation")
-    gelu_erf, gelu_erf_inplace = _unary(UnaryOp.GELU_ERF, "GELU by the error function")
-    gelu_quick, gelu_quick_inplace = _unary(UnaryOp.GELU_QUICK, "`a * sigmoid(1.702 * a)`")
-    silu, silu_inplace = _unary(UnaryOp.SILU, "`a * sigmoid(a)`")
-    hardswish, _ = _unary(UnaryOp.HARDSWISH, "`a * min(max(a + 3, 0), 6) / 6`")
-    hardsigmoid, _ = _unary(UnaryOp.HARDSIGMOID, "`min(max(a + 3, 0), 6) / 6`")
-    exp, exp_inplace = _unary(UnaryOp.EXP, "`exp(a)`")
-    expm1, expm1_inplace = _unary(UnaryOp.EXPM1, "`exp(a) - 1`")
-    softplus, softplus_inplace = _unary(UnaryOp.SOFTPLUS, "`log(1 + exp(a))`")
-    floor, floor_inplace = _unary(UnaryOp.FLOOR, "the largest integer not above `a`")
-    ceil, ceil_inplace = _unary(UnaryOp.CEIL, "the smallest integer not below `a`")
-    round, round_inplace = _unary(UnaryOp.ROUND, "the nearest integer, halves away from zero")
-    trunc, trunc_inplace = _unary(UnaryOp.TRUNC, "the integer part of `a`")
+    abs, abs_inplace = _function(UnaryOp.ABS, "`|a|`")
+    sgn, sgn_inplace = _function(UnaryOp.SGN, "the sign of `a`: -1, 0 or 1")
+    neg, neg_inplace = _function(UnaryOp.NEG, "`-a`")
+    step, step_inplace = _function(UnaryOp.STEP, "1 where `a > 0`, else 0")
+    tanh, tanh_inplace = _function(UnaryOp.TANH, "`tanh(a)`")
+    elu, elu_inplace = _function(UnaryOp.ELU, "`a` where positive, else `exp(a) - 1`")
+    relu, relu_inplace = _function(UnaryOp.RELU, "`max(a, 0)`")
+    sigmoid, sigmoid_inplace = _function(UnaryOp.SIGMOID, "`1 / (1 + exp(-a))`")
+    gelu, gelu_inplace = _function(UnaryOp.GELU, "GELU by its tanh approximation")
+    gelu_erf, gelu_erf_inplace = _function(UnaryOp.GELU_ERF, "GELU by the error function")
+    gelu_quick, gelu_quick_inplace = _function(UnaryOp.GELU_QUICK, "`a * sigmoid(1.702 * a)`")
+    silu, silu_inplace = _function(UnaryOp.SILU, "`a * sigmoid(a)`")
+    hardswish, _ = _function(UnaryOp.HARDSWISH, "`a * min(max(a + 3, 0), 6) / 6`")
+    hardsigmoid, _ = _function(UnaryOp.HARDSIGMOID, "`min(max(a + 3, 0), 6) / 6`")
+    exp, exp_inplace = _function(UnaryOp.EXP, "`exp(a)`")
+    expm1, expm1_inplace = _function(UnaryOp.EXPM1, "`exp(a) - 1`")
+    softplus, softplus_inplace = _function(UnaryOp.SOFTPLUS, "`log(1 + exp(a))`")
+    floor, floor_inplace = _function(UnaryOp.FLOOR, "the largest integer not above `a`")
+    ceil, ceil_inplace = _function(UnaryOp.CEIL, "the smallest integer not below `a`")
+    round, round_inplace = _function(UnaryOp.ROUND, "the nearest integer, halves away from zero")
+    trunc, trunc_inplace = _function(UnaryOp.TRUNC, "the integer part of `a`")
 
-    sqr, sqr_inplace = _plain(Op.SQR, "`a * a`")
-    sqrt, sqrt_inplace = _plain(Op.SQRT, "the square root of `a`")
-    log, log_inplace = _plain(Op.LOG, "the natural logarithm of `a`")
-    sin, sin_inplace = _plain(Op.SIN, "`sin(a)`")
-    cos, cos_inplace = _plain(Op.COS, "`cos(a)`")
+    sqr, sqr_inplace = _function(Op.SQR, "`a * a`")
+    sqrt, sqrt_inplace = _function(Op.SQRT, "the square root of `a`")
+    log, log_inplace = _function(Op.LOG, "the natural logarithm of `a`")
+    sin, sin_inplace = _function(Op.SIN, "`sin(a)`")
+    cos, cos_inplace = _function(Op.COS, "`cos(a)`")
     del _
 
     def unary(self, a: Tensor, op: UnaryOp | int | str) -> Tensor:

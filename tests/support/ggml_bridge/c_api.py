@@ -138,8 +138,9 @@ class Ggml:
         self._libc = ctypes.CDLL(None)
         self._stdout = c_void_p.in_dll(self._libc, "stdout")
         self._libc.setvbuf(self._stdout, None, 1, 0)  # by lines, so that a crash loses none
-        facts = abi.probe(abi.Ggml([str(folder / name) for name in LIBRARIES[:3]]))
-        _check_layouts(facts)
+        ggml = abi.Ggml([str(folder / name) for name in LIBRARIES[:3]])
+        facts = abi.probe(ggml)
+        _check_layouts(ggml, facts)
         self.ops = _members(Op, facts["ops"])
         self.unary_ops = _members(UnaryOp, facts["unary_ops"])
         self.glu_ops = _members(GluOp, facts["glu_ops"])
@@ -169,7 +170,49 @@ TABLES: dict[str, type[ctypes.Structure]] = {
 }  # fmt: skip
 
 
-def _check_layouts(facts: dict[str, Any]) -> None:
+ACCESSORS: dict[str, abi.Accessors] = {
+    "buffer_type": {
+        "get_name": ("backend_buft_name", ()),
+        "alloc_buffer": ("backend_buft_alloc_buffer", (64,)),
+        "get_alignment": ("backend_buft_get_alignment", ()),
+        "get_max_size": ("backend_buft_get_max_size", ()),
+        "get_alloc_size": ("backend_buft_get_alloc_size", ("tensor",)),
+        "is_host": ("backend_buft_is_host", ()),
+    },
+    "buffer": {
+        "get_base": ("backend_buffer_get_base", ()),
+        "init_tensor": ("backend_buffer_init_tensor", ("tensor",)),
+        "clear": ("backend_buffer_clear", (0,)),
+    },
+    "backend": {
+        "free": ("backend_free", ()),
+        "synchronize": ("backend_synchronize", ()),
+        "graph_compute": ("backend_graph_compute_async", ("tensor",)),
+    },
+    "device": {
+        "get_name": ("backend_dev_name", ()),
+        "get_description": ("backend_dev_description", ()),
+        "get_memory": ("backend_dev_memory", ("room", "room")),
+        "get_type": ("backend_dev_type", ()),
+        "get_props": ("backend_dev_get_props", ("room",)),
+        "init_backend": ("backend_dev_init", (None,)),
+        "get_buffer_type": ("backend_dev_buffer_type", ()),
+        "get_host_buffer_type": ("backend_dev_host_buffer_type", ()),
+        "buffer_from_host_ptr": ("backend_dev_buffer_from_host_ptr", ("room", 64, 64)),
+        "supports_op": ("backend_dev_supports_op", ("tensor",)),
+        "supports_buft": ("backend_dev_supports_buft", ("room",)),
+        "offload_op": ("backend_dev_offload_op", ("tensor",)),
+        "event_new": ("backend_event_new", ()),
+    },
+    "registration": {
+        "get_name": ("backend_reg_name", ()),
+        "get_proc_address": ("backend_reg_get_proc_address", (b"",)),
+    },
+}
+"""Slots of each table that have a public accessor."""
+
+
+def _check_layouts(ggml: abi.Ggml, facts: dict[str, Any]) -> None:
     """Raise a RuntimeError unless fields and slots are where the structs here have them."""
     wrong = [
         f"ggml_tensor.{name}"
@@ -177,7 +220,7 @@ def _check_layouts(facts: dict[str, Any]) -> None:
         if hasattr(CTensor, name) and getattr(CTensor, name).offset != offset
     ]
     for table, struct in TABLES.items():
-        for slot, index in facts["slots"][table].items():
+        for slot, index in abi.slots(ggml, ACCESSORS[table]).items():
             if getattr(struct, slot).offset != 8 * index:
                 wrong.append(f"{table}.{slot}")
     if wrong:
