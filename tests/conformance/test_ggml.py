@@ -161,6 +161,30 @@ def test_indices_that_the_graph_computes_are_not_asked_for_before(stream: Any) -
         np.testing.assert_array_equal(y.to_numpy()[:, 0], [0, 8, 16, 24, 32])
 
 
+@pytest.mark.parametrize("n_bad", [0, 1])
+def test_an_index_that_the_graph_computes_is_checked(stream: Any, n_bad: int) -> None:
+    """The graph is computed in two parts; what one node reads in each is not fused away."""
+    ctx = Context()
+    wanted, rows = ctx.new_tensor("f32", (3,)), ctx.new_tensor("f32", (8, 5))
+    scaled = ctx.scale(rows, 2.0)
+    y = ctx.get_rows(scaled, ctx.cast(ctx.scale(wanted, 1.0), "i32"))
+    z = ctx.add(y, ctx.get_rows(scaled, ctx.argsort(wanted)))
+    graph = Graph().build_forward_expand(z)
+    if why := [why for node in graph.nodes if (why := stream.device.declines(node))]:
+        pytest.skip(why[0])
+    with alloc_ctx_tensors(ctx, stream):
+        wanted.set_array(np.array([4.0, 2.0, 5.0 if n_bad else 0.0]))
+        rows.set_array(np.arange(40).reshape(5, 8))
+        plan = stream.graph_plan_create(graph)
+        assert len(plan.parts) == 2
+        if n_bad:
+            with pytest.raises(BackendError, match=r"GET_ROWS.*row number 5 for a tensor of 5 rows"):
+                stream.graph_plan_compute(plan)
+            return
+        stream.graph_plan_compute(plan)
+        np.testing.assert_array_equal(z.to_numpy()[:, 0], [64 + 32, 32 + 16, 0 + 0])
+
+
 # -- parameters ------------------------------------------------------------------------------------
 
 WIDE: dict[str, Callable[[Context, Tensor, Tensor], Tensor]] = {

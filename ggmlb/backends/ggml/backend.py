@@ -108,7 +108,6 @@ class GgmlBackend(Backend):
         if not plan.nodes:
             return Status.SUCCESS
         plan = cast("GgmlPlan", plan)
-        plan.check_indices()
         guard.enter(f"compute a graph on {self.name}")
         try:
             with self._lock:
@@ -132,15 +131,21 @@ class GgmlBackend(Backend):
         compute: Callable[[int, int], int] = self._c["backend_graph_compute_async"]
         if self.device.caps.async_:
             self._queued.add(plan)
-        if self.abort_callback is None:
-            return compute(self.handle, plan.c_graph)
-        if self._set_abort is None:
-            return _ABORTED if self._asks_to_abort(None) else compute(self.handle, plan.c_graph)
-        self._set_abort(self.handle, ctypes.cast(self._abort, c_void_p), None)
+        has_callback, set_abort = self.abort_callback is not None, self._set_abort
+        if has_callback and set_abort is None and self._asks_to_abort(None):
+            return _ABORTED
+        if has_callback and set_abort is not None:
+            set_abort(self.handle, ctypes.cast(self._abort, c_void_p), None)
         try:
-            return compute(self.handle, plan.c_graph)
+            for part in plan.parts:
+                part.check_indices(self.name)
+                status = compute(self.handle, part.c_graph)
+                if status != _SUCCESS:
+                    return status
+            return _SUCCESS
         finally:
-            self._set_abort(self.handle, None, None)
+            if has_callback and set_abort is not None:
+                set_abort(self.handle, None, None)
 
     def _asks_to_abort(self, _: int | None) -> bool:
         try:

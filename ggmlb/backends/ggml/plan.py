@@ -1,4 +1,4 @@
-"""GgmlPlan: a C graph, built once."""
+"""GgmlPlan: the C graphs of a graph, built once."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ INDICES: Final[dict[Op, tuple[int, Callable[[Tensor], int]]]] = {
 and writes other memory."""
 
 
+SORTS: Final = frozenset({Op.ARGSORT, Op.TOP_K, Op.ARGMAX})
+"""Ops whose results are indices of elements of a row."""
+
+
 class Indices(NamedTuple):
     """Indices in host memory, as unsigned numbers; what they must be below; the nodes that read them."""
 
@@ -49,17 +53,35 @@ class Indices(NamedTuple):
 
 
 class GgmlPlan(GraphPlan):
-    """A C graph of a graph's nodes, with the addresses of their memory.
+    """C graphs of a graph's nodes, with the addresses of their memory.
+
+    Attributes:
+        parts: One C graph; on a CPU, a new one begins before a node whose indices the one before computes, so
+            that they can be checked.
+    """
+
+    def __init__(self, backend: GgmlBackend, graph: Graph) -> None:
+        super().__init__(backend, graph)
+        nodes = [node for node in graph.nodes if node.op is not Op.NONE]  # which ggml counts among leafs
+        parts = [nodes] if backend.device.caps.async_ else _split(nodes)
+        self.parts = [CGraph(backend, part, _needed(graph, part)) for part in parts]
+
+    def release(self) -> None:
+        """Free the C graphs."""
+        for part in self.parts:
+            part.release()
+
+
+class CGraph:
+    """A C graph of some nodes; the other tensors that they read are leafs.
 
     Attributes:
         c_graph: The C graph.
     """
 
-    def __init__(self, backend: GgmlBackend, graph: Graph) -> None:
-        super().__init__(backend, graph)
+    def __init__(self, backend: GgmlBackend, nodes: list[Tensor], needed: set[Tensor]) -> None:
         device, library = backend.device, backend.device.library
         c = library.load()
-        nodes = [node for node in graph.nodes if node.op is not Op.NONE]  # which ggml counts among leafs
         inside = set(nodes)
         leafs = dict.fromkeys(
             s for n in nodes for s in (*n.src, n.view_src) if s is not None and s not in inside
@@ -69,7 +91,6 @@ class GgmlPlan(GraphPlan):
         base, size = ctypes.addressof(memory), library.tensor_size
         where: dict[Tensor | None, int] = {t: base + i * size for i, t in enumerate(tensors)}
         where[None] = 0
-        needed = _needed(graph)
         for i, t in enumerate(tensors):
             buffer, address = device.place(t)
             extra = t.buffer.extra(t) if isinstance(t.buffer, GgmlBuffer) else 0
@@ -94,11 +115,11 @@ class GgmlPlan(GraphPlan):
         assert c["graph_n_nodes"](c_graph) == len(nodes)
         self._indices = () if device.caps.async_ else _indices(nodes)
 
-    def check_indices(self) -> None:
-        """Check the indices in host memory that the graph itself does not compute.
+    def check_indices(self, name: str) -> None:
+        """Check the indices in host memory that are known before the nodes are computed.
 
         Raises:
-            BackendError: One is out of range; names each node.
+            BackendError: One is out of range; names the backend and each node.
         """
         wrong: list[str] = []
         for numbers, n, nodes in self._indices:
@@ -109,11 +130,29 @@ class GgmlPlan(GraphPlan):
                     f"{node.describe()}: row number {number} for a tensor of {n} rows" for node in nodes
                 ]
         if wrong:
-            raise BackendError(f"{self.backend.name} failed to compute {'; '.join(wrong)}")
+            raise BackendError(f"{name} failed to compute {'; '.join(wrong)}")
 
     def release(self) -> None:
         """Free the C graph."""
         self._end()
+
+
+def _split(nodes: list[Tensor]) -> list[list[Tensor]]:
+    """Split nodes before each that reads computed indices, except those of a sort, which are in range."""
+    parts: list[list[Tensor]] = [[]]
+    writes = Counter[Tensor]()
+    for node in nodes:
+        if node.op in INDICES and not node.is_empty:
+            at, bound = INDICES[node.op]
+            root = node.sources[at].view_src or node.sources[at]
+            is_sorted = writes[root] == 1 and root.op in SORTS and root.sources[0].ne[0] <= bound(node)
+            if writes[root] and not is_sorted:
+                parts.append([])
+                writes.clear()
+        parts[-1].append(node)
+        if node.op not in NO_OPS:
+            writes[node.view_src or node] += 1
+    return parts
 
 
 def _indices(nodes: list[Tensor]) -> tuple[Indices, ...]:
@@ -135,19 +174,19 @@ def _indices(nodes: list[Tensor]) -> tuple[Indices, ...]:
     return tuple(found.values())
 
 
-def _needed(graph: Graph) -> set[Tensor]:
-    """Return the nodes that ggml must not fuse away, because the result is read outside of the graph.
+def _needed(graph: Graph, nodes: list[Tensor]) -> set[Tensor]:
+    """Return the nodes that ggml must not fuse away, because the result is read outside of these nodes.
 
     ggml leaves out a result that one node reads, unless it is flagged. Here a result may also be read by
-    another part of the whole graph, or by the user where no scheduler placed it.
+    another part of the plan or of the whole graph, or by the user where no scheduler placed it.
     """
     if not env.flag("GGMLB_FUSE", default=True):
-        return {*graph.nodes}
-    reads = Counter(s for node in graph.nodes for s in node.src if s is not None)
-    everywhere = reads if graph.whole is None else graph.use_counts()
+        return {*nodes}
+    reads = Counter(s for node in nodes for s in node.src if s is not None)
+    everywhere = reads if graph.whole is None and len(nodes) == len(graph.nodes) else graph.use_counts()
     return {
         node
-        for node in graph.nodes
+        for node in nodes
         if node.buffer is None
         or node.buffer.usage is not BufferUsage.COMPUTE
         or reads[node] != everywhere[node]
