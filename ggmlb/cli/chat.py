@@ -11,6 +11,7 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.generate import SeedOption, TemperatureOption, new_seed, write_piece
 from ggmlb.cli.model_options import OpenModel, takes_model
+from ggmlb.cli.options import count
 
 HELP = (
     "/clear begins a new chat; /exit, an empty line or Ctrl-D ends it; Ctrl-C ends an answer; "
@@ -25,8 +26,7 @@ def chat(
         str | None, typer.Option("--system", metavar="TEXT", help="System prompt (default: none).")
     ] = None,
     max_tokens: Annotated[
-        int,
-        typer.Option("--max-tokens", "-n", metavar="N", help="Number of tokens per answer, at most.", min=1),
+        int, count("--max-tokens", "-n", help="Number of tokens per answer, at most.")
     ] = 512,
     temperature: TemperatureOption = 0.8,
     seed: SeedOption = None,

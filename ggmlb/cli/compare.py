@@ -11,7 +11,7 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.frame import Column, console, print_table, progress_bar
 from ggmlb.cli.model_options import ThreadsOption, open_model
-from ggmlb.cli.options import DevicesOption, JsonOption, text_of
+from ggmlb.cli.options import DevicesOption, JsonOption, count, text_of
 from ggmlb.cli.passages import PASSAGES
 from ggmlb.core.errors import ArgumentError
 
@@ -36,12 +36,9 @@ def compare(
             "--file", "-f", metavar="FILE", help="Text file in UTF-8 (default: a short built-in text)."
         ),
     ] = None,
-    ctx: Annotated[int, typer.Option("--ctx", "-c", metavar="N", help="Chunk size in tokens.", min=1)] = 512,
+    ctx: Annotated[int, count("--ctx", "-c", help="Chunk size in tokens.")] = 512,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-tokens", "-n", metavar="N", help="Number of tokens of the text (default: all).", min=1
-        ),
+        int | None, count("--max-tokens", "-n", help="Number of tokens of the text (default: all).")
     ] = None,
     as_json: JsonOption = False,
     devices: DevicesOption = None,

@@ -19,7 +19,7 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.frame import Column, Row, console, print_table
 from ggmlb.cli.model_options import ModelFileOption, model_file
-from ggmlb.cli.options import JsonOption, complete_devices, device_names
+from ggmlb.cli.options import JsonOption, complete_devices, count, device_names
 from ggmlb.cli.passages import PASSAGES
 from ggmlb.core.errors import ArgumentError, Error, shown
 from ggmlb.inspect.compare import Difference, differences, first_above
@@ -116,12 +116,11 @@ def diff(
     ] = "",
     max_tokens: Annotated[
         int,
-        typer.Option(
+        count(
             "--max-tokens",
             "-n",
-            metavar="N",
-            help="Number of tokens that a model generates, to find the first that differs.",
-            min=0,
+            help="Number of tokens that a model generates, to find the first that differs. ",
+            least=0,
         ),
     ] = 0,
     as_json: JsonOption = False,

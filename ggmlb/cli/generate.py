@@ -10,6 +10,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.model_options import OpenModel, takes_model
+from ggmlb.cli.options import count
 from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -20,10 +21,7 @@ TemperatureOption = Annotated[
     typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 takes the most likely token."),
 ]
 SeedOption = Annotated[
-    int | None,
-    typer.Option(
-        "--seed", metavar="N", help="Seed of the random numbers (default: a random one, printed).", min=0
-    ),
+    int | None, count("--seed", help="Seed of the random numbers (default: a random one, printed).", least=0)
 ]
 
 
@@ -42,7 +40,7 @@ def generate(
         typer.Option("--chat", metavar="TEXT", help="Question to answer, in the model's chat template."),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", metavar="N", help="Number of tokens to predict.", min=0)
+        int, count("--max-tokens", "-n", help="Number of tokens to predict.", least=0)
     ] = 128,
     temperature: TemperatureOption = 0.8,
     top_k: Annotated[
@@ -75,11 +73,10 @@ def generate(
     ] = False,
     logprobs: Annotated[
         int,
-        typer.Option(
+        count(
             "--logprobs",
-            metavar="N",
-            help="Number of top tokens whose log-probabilities --json has, for each position.",
-            min=0,
+            help="Number of top tokens whose log-probabilities --json has, for each position. ",
+            least=0,
         ),
     ] = 0,
     as_json: Annotated[

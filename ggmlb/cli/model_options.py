@@ -15,6 +15,7 @@ from ggmlb.cli.options import (
     AddressOption,
     DevicesOption,
     LayersOption,
+    count,
     device_names,
     layers_by_device,
     size_of,
@@ -35,19 +36,15 @@ ModelFileOption = Annotated[
 ]
 GpuLayersOption = Annotated[
     int | None,
-    typer.Option(
+    count(
         "--gpu-layers",
         "-ngl",
-        metavar="N",
         help="Number of layers to offload to the first device, from the last down (default: all that fit).",
-        min=0,
+        least=0,
     ),
 ]
 ContextOption = Annotated[
-    int | None,
-    typer.Option(
-        "--ctx", "-c", metavar="N", help="Context size in tokens (default: the model's, at most 4096).", min=1
-    ),
+    int | None, count("--ctx", "-c", help="Context size in tokens (default: the model's, at most 4096).")
 ]
 KvOption = Annotated[
     str, typer.Option("--kv-type", metavar="TYPE", help="Data type of the KV cache: f32, f16, q8_0 or q4_0.")
@@ -102,16 +99,13 @@ FitOption = Annotated[
     bool, typer.Option(help="Place layers and experts to fit device memory, unless other options place them.")
 ]
 ThreadsOption = Annotated[
-    int | None,
-    typer.Option("--threads", "-t", metavar="N", help="Number of CPU threads (default: all cores).", min=1),
+    int | None, count("--threads", "-t", help="Number of CPU threads (default: all cores).")
 ]
 UbatchOption = Annotated[
     int | None,
-    typer.Option(
+    count(
         "--ubatch",
-        metavar="N",
         help="Micro-batch of a pipeline over several devices, 1 to 512 tokens (default: no pipeline).",
-        min=1,
     ),
 ]
 LoraOption = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,6 +59,11 @@ def _writable(path: Path | None) -> Path | None:
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         raise typer.BadParameter(f"cannot write {path}; give a file in a folder that exists")
     return path
+
+
+def count(*flags: str, help: str, least: int = 1) -> Any:
+    """An option that is a whole number."""
+    return typer.Option(*flags, metavar="N", help=help, min=least)
 
 
 AddressOption = Annotated[

@@ -11,18 +11,15 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.frame import progress_bar
 from ggmlb.cli.model_options import OpenModel, takes_model
-from ggmlb.cli.options import JsonOption, text_of
+from ggmlb.cli.options import JsonOption, count, text_of
 
 
 @takes_model
 def perplexity(
     open_model: OpenModel,
     file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="Text file in UTF-8.")],
-    ctx: Annotated[int, typer.Option("--ctx", "-c", metavar="N", help="Chunk size in tokens.", min=4)] = 512,
-    chunks: Annotated[
-        int | None,
-        typer.Option("--chunks", metavar="N", help="Number of chunks to read (default: all).", min=1),
-    ] = None,
+    ctx: Annotated[int, count("--ctx", "-c", help="Chunk size in tokens.", least=4)] = 512,
+    chunks: Annotated[int | None, count("--chunks", help="Number of chunks to read (default: all).")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compute the perplexity of a text over the second half of each chunk, as llama.cpp does.

@@ -10,6 +10,7 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.frame import progress_bar
 from ggmlb.cli.model_options import ModelFileOption, model_file
+from ggmlb.cli.options import count
 from ggmlb.core.errors import ArgumentError, readable_size
 
 if TYPE_CHECKING:
@@ -53,9 +54,7 @@ def quantize(
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Convert tensors that are already quantised, too.")
     ] = False,
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Number of CPU threads (default: all cores).")
-    ] = None,
+    threads: Annotated[int | None, count(help="Number of CPU threads (default: all cores).")] = None,
 ) -> None:
     """Convert the matrices of a GGUF model to another data type.
 

@@ -20,7 +20,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
-from ggmlb.cli.options import AddressOption, HtmlOption, complete_devices, complete_ops
+from ggmlb.cli.options import AddressOption, HtmlOption, complete_devices, complete_ops, count
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 
 try:
@@ -104,19 +104,14 @@ def test(
     html: HtmlOption = None,
     jobs: Annotated[
         int | None,
-        typer.Option(
+        count(
             "--jobs",
             "-j",
-            metavar="N",
-            min=1,
             help="Number of processes (default: one per core, at most 4; fewer for few cases; 1 for perf).",
         ),
     ] = None,
     limit: Annotated[
-        int,
-        typer.Option(
-            "--limit", metavar="N", min=0, help="Number of cases per op (0: all); the first vary most."
-        ),
+        int, count("--limit", help="Number of cases per op (0: all); the first vary most.", least=0)
     ] = 0,
     xfail: Annotated[
         Path | None,
