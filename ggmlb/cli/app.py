@@ -66,7 +66,7 @@ def ggmlb(
 
 
 def application(args: Sequence[str]) -> typer.Typer:
-    """Return the command line with the command that is asked for, or with all where none is."""
+    """Return the command line with the requested command, or with all if none is given."""
     app = typer.Typer(
         name="ggmlb",
         no_args_is_help=True,
@@ -123,7 +123,7 @@ def run(args: Sequence[str]) -> int:
             plain.drop_output()
         where = "the output cannot be written" if error.filename is None else error.filename
         return _failed(f"ggmlb: {where}: {error.strerror or error}")
-    except Exception as error:  # a fault of ours: the traceback is for those who ask for it
+    except Exception as error:  # a bug: the traceback is shown with --debug
         if debug:
             raise
         told = one_line(error)

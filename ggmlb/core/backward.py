@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FLOATS = (DType.F32, DType.F16, DType.BF16)
 _INTO_ANOTHER = (Op.CPY, Op.VIEW, Op.RESHAPE, Op.PERMUTE, Op.TRANSPOSE, Op.NONE)
-"""Ops whose results lie in another tensor's memory, and whose gradient is known nevertheless."""
+"""Ops that write into another tensor's memory, and have a gradient nevertheless."""
 
 
 def needing(nodes: Iterable[Tensor], losses: Collection[Tensor], params: Collection[Tensor]) -> set[Tensor]:

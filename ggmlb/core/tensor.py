@@ -207,7 +207,7 @@ class Tensor(Operators):
         return 0 in self.ne
 
     def is_contiguous(self, from_dim: int = 0) -> bool:
-        """Whether the elements lie in order without gaps, ignoring dimensions below `from_dim`.
+        """Whether the elements are in order without gaps, ignoring dimensions below `from_dim`.
 
         Source: ggml_is_contiguous_0, _1 and _2: with `from_dim=1` rows may have gaps between them, etc.
         """
@@ -467,7 +467,7 @@ class Tensor(Operators):
         buffer = self.placed(call)
         if not buffer.is_host:
             raise ArgumentError(
-                f"{call} of {self.describe()}: it lies in {buffer.name} memory, which is not copied to the "
+                f"{call} of {self.describe()}: it is in {buffer.name} memory, which is not copied to the "
                 "host implicitly; use to_numpy() for a copy, as_array() for an array on the device"
             )
         return self._values(call)

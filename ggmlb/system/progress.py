@@ -60,7 +60,7 @@ class Task:
             # A thread, because the first step may take many seconds.
             self._timer = threading.Timer(PATIENCE_S, self._begin)
             self._timer.daemon = True
-            with suppress(RuntimeError):  # no more threads: nothing is told
+            with suppress(RuntimeError):  # no more threads: no progress is shown
                 self._timer.start()
 
     def end(self) -> None:

@@ -188,7 +188,7 @@ class Covering:
 
 def _check_range(low: int, high: int) -> None:
     if low > high:
-        raise ArgumentError(f"no number lies from {low} to {high}")
+        raise ArgumentError(f"there is no number from {low} to {high}")
 
 
 @cache

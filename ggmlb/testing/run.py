@@ -280,7 +280,7 @@ def _in_processes(left: dict[int, FamilyTask], jobs: int) -> Iterator[tuple[int,
                     results = future.result()
                     del left[i]
                     yield from ((i, result) for result in results)
-            except BrokenProcessPool:  # of several that ran, nobody knows whose it was: once more, one by one
+            except BrokenProcessPool:  # any of the running tasks may have ended it: run the rest one by one
                 if alone:
                     i = next(iter(left))
                     yield from ((i, result) for result in _crashed(left.pop(i)))

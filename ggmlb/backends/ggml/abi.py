@@ -194,7 +194,7 @@ def _types(ggml: Ggml) -> dict[str, tuple[int, int, int]]:
 def _tensor_layout(ggml: Ggml) -> dict[str, int]:
     """Return the offset of each field of `ggml_tensor`, the room of its name, and its size [bytes]."""
     c = ggml.c
-    size = c["tensor_overhead"]() - 32  # before each tensor lies a `ggml_object`
+    size = c["tensor_overhead"]() - 32  # a `ggml_object` precedes each tensor
     ctx, owner = c["init"](InitParams(1 << 20, None, True)), c["init"](InitParams(1 << 20, None, True))
     ne = (1009, 13, 7, 5)
     made = c["new_tensor_4d"](ctx, 1, *ne)

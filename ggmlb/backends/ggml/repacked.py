@@ -74,7 +74,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
             return None
         weight = weight_in(self, node)
         if weight is not None and not self._begins_a_group(weight):
-            return f"src0 lies in {self.name} memory, and is no run of whole groups of a weight's rows"
+            return f"src0 is in {self.name} memory, and is not a run of whole groups of a weight's rows"
         return misplaced(self, node)
 
     def group_rows(self, tensor: Tensor) -> int:

@@ -111,7 +111,7 @@ def _node(trial: Trial) -> Tensor:
 def _computed(
     stream: Backend, node: Tensor, values: list[Any], memory: BufferType | None = None
 ) -> npt.NDArray[Any]:
-    """Return the result of a node, on memory of its own; its first operand may lie in another kind."""
+    """Compute a node in a new buffer, its first operand in `memory` if given; return the result."""
     buft = stream.default_buffer_type
     placed = [t for t in (*node.src, node) if t is not None and t.view_src is None]
     with ExitStack() as buffers:
@@ -186,7 +186,7 @@ def _n_indices(node: Tensor, index: int) -> int:
 
 
 def _smaller(trial: Trial) -> Trial:
-    """Return the trial, with extents beyond 256 cut where it is large: equal ones alike, classes kept."""
+    """Return a large trial with extents above 256 reduced: equal ones alike, in the same classes."""
     shapes = [s for s in (trial.result, *trial.operands) if s is not None]
     if trial.op not in SHRINKABLE or max(math.prod(s.ne) for s in shapes) <= MOST_ELEMENTS or trial.view_of:
         return trial

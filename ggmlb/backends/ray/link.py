@@ -386,7 +386,7 @@ class Link:
             raise failure
         if last is not None and last.first is None:
             self._check()
-            raise BackendError(f"{self.title}: this work failed before, as was told then")
+            raise BackendError(f"{self.title}: this work failed before; its error was raised then")
 
     def _finish(self, call: Call) -> None:
         """Wait for a call, and remember its failure for the next `settle`."""
@@ -398,7 +398,7 @@ class Link:
         except Error as failure:
             self._failure = self._failure or failure
             self._ahead.clear()  # what it read ahead never comes
-            for ref in call.refs[1:]:  # else Ray tells of each that nobody asked for it
+            for ref in call.refs[1:]:  # else Ray logs that nobody fetched it
                 with suppress(exceptions.RayError, TimeoutError):
                     ray.get(ref, timeout=0)
 

@@ -58,7 +58,7 @@ def _without_factors(
     signature = inspect.signature(check)
     others = [p for p in signature.parameters.values() if p.name != "c"]
     without.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
-    return without  # type: ignore[return-value] # its operands have names, for those who call with them
+    return without  # type: ignore[return-value] # operands keep their names, for keyword arguments
 
 
 def _multi(

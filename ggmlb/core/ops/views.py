@@ -74,7 +74,7 @@ class ViewOps(OpBase):
         return self._window("view_4d", a, (n0, n1, n2, n3), (a.dtype.type_size, nb1, nb2, nb3), offset)
 
     def _window(self, fn: str, a: Tensor, ne: Ne, nb: Ne, offset: int) -> Tensor:
-        """Return a view with any strides, the innermost included, that lies within the memory of `a`."""
+        """Return a view with any strides, the innermost included; it must be within the memory of `a`."""
         if (ne[0] | ne[1] | ne[2] | ne[3] | nb[1] | nb[2] | nb[3]) < 0:
             fail_shape(fn, f"ne {list(ne)} and nb {list(nb)} must not be negative", a)
         if ne[0] % a.dtype.block_size:
