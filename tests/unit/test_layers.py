@@ -37,7 +37,7 @@ ROOMS = {
     "": "ggmlb's public names, and what an upper room gives to the classes of a lower one",
     "optimize": "training on the public names alone: losses, optimizers, epochs, checkpoints",
     "models": "models on the public names alone",
-    "testing": "the conformance kit, its pytest plugin, the fake device",
+    "testing": "the conformance kit with the cases of each op, its pytest plugin, the fake device",
     "cli": "the `ggmlb` command",
     "__main__": "`python -m ggmlb`",
 }
