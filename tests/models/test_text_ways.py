@@ -122,7 +122,7 @@ def test_the_command_shows_the_ways(
     asked = ["fit", str(models()), "-d", f"{CARD},CPU", "--ctx", "256"]
     assert run([*asked, "--bandwidth", "CPU=100G"]) == 0
     text = capsys.readouterr().out
-    assert "Token [ms]" in text and "rows go over several devices" in text and "--way fastest" in text
+    assert "ms/token" in text and "rows go over several devices" in text and "--way fastest" in text
     assert f"{CARD}: nothing" in text
     assert run([*asked, "--bandwidth", f"{CARD}=100G", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
