@@ -30,7 +30,7 @@ def n_cpus() -> int:
 
 
 def resident_nbytes() -> int | None:
-    """Return the memory of this process that is resident [bytes]; `None` where the system does not tell."""
+    """Return the memory of this process that is resident [bytes]; `None` if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

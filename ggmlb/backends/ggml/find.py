@@ -1,4 +1,4 @@
-"""The ggml libraries of this machine, found by their files; none is loaded."""
+"""Search for the ggml libraries of this machine by their file names; none is loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Found:
 
 
 def libraries() -> list[Found]:
-    """Return the libraries: of GGMLB_GGML_PATH, of installed packages, of the system; each once.
+    """Return the libraries of GGMLB_GGML_PATH, of installed packages and of the system, each once.
 
     GGMLB_GGML_PATH has files or folders, separated as in PATH.
     """
@@ -93,7 +93,7 @@ def at(place: Path, origin: str = "") -> Found | None:
 
 
 def _of_parts(folder: Path, origin: str) -> Found | None:
-    """Return the library of a folder that has it in parts: base, registry, and backends."""
+    """Return the library of a folder with separate files for base, registry and backends."""
     try:
         names = sorted(os.listdir(folder), key=len)
     except OSError:
@@ -105,7 +105,7 @@ def _of_parts(folder: Path, origin: str) -> Found | None:
 
 
 def _has_ggml(file: Path) -> bool:
-    """Whether a file names the functions of ggml's devices."""
+    """Whether a file contains the name of a function of ggml's devices."""
     try:
         with file.open("rb") as binary, mmap.mmap(binary.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(b"ggml_backend_dev_count\0") >= 0

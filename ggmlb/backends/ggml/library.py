@@ -159,7 +159,7 @@ class GgmlLibrary:
         return ggml
 
     def _check_parts(self, ggml: abi.Ggml) -> None:
-        """Raise unless its functions come from its own files, which another library's may have replaced."""
+        """Raise if the loader took functions from another library with the same names."""
         for name in ("version", "backend_dev_count"):
             file = _file_of(ggml.c[name])
             if file is not None and os.path.realpath(file) not in self.found.parts:
@@ -229,7 +229,7 @@ class GgmlLibrary:
 
 
 def operands(node: Tensor, where: Mapping[Tensor | None, int]) -> list[int]:
-    """Return the addresses of a node's operands as ggml has them."""
+    """Return the addresses of a node's operands, in ggml's order."""
     sources = [where[t] for t in node.src]
     if node.op is Op.CPY and len(sources) == 1:  # a cast; ggml names the result as its second operand
         sources.append(where[node])
@@ -237,7 +237,7 @@ def operands(node: Tensor, where: Mapping[Tensor | None, int]) -> list[int]:
 
 
 def _file_of(function: Any) -> str | None:
-    """Return the file that a C function was loaded from; `None` where the system does not tell."""
+    """Return the file that a C function was loaded from; `None` if unknown."""
 
     class Info(ctypes.Structure):
         _fields_ = [
@@ -261,7 +261,7 @@ _line: list[Any] = [logging.DEBUG, ""]
 
 
 def _log_line(level: int, text: bytes, _: int | None) -> None:
-    """Give ggml's log to Python's, line by line."""
+    """Forward ggml's log to Python's, line by line."""
     if level != _CONTINUED:
         _line[:] = _LEVELS[level] if level < len(_LEVELS) else logging.INFO, ""
     _line[1] += text.decode(errors="replace")

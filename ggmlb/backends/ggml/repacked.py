@@ -44,7 +44,7 @@ class Order(NamedTuple):
 
 
 class GgmlRepackedBufferType(GgmlBufferType):
-    """Host memory for contiguous weights, which products read."""
+    """Host memory that stores contiguous weights packed, for products."""
 
     def __init__(self, device: GgmlDevice, handle: int) -> None:
         super().__init__(device, handle)
@@ -101,7 +101,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return out
 
     def unpack(self, packed: Bytes, tensor: Tensor) -> Bytes:
-        """Return whole groups of a weight's rows from what was packed.
+        """Return whole groups of a weight's rows from packed bytes.
 
         Raises:
             BackendError: Packing does more to this type than to move and invert bits.

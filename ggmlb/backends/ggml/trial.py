@@ -138,7 +138,7 @@ def _computed(
 
 
 def _values(node: Tensor, index: int, t: Tensor, draw: int) -> npt.NDArray[np.uint8]:
-    """Return bytes for an operand: numbers of a size from 0.1 to 1, or indices that are in range."""
+    """Return bytes for an operand: numbers of magnitude 0.1 to 1, or indices in range."""
     random = np.random.default_rng((draw, index))
     raw = np.zeros(t.nbytes, np.uint8)
     if t.is_empty:
@@ -218,7 +218,7 @@ def _cut(s: Shape) -> Shape:
 
 
 def _read(pipe: int) -> Any:
-    """Return what `trust.Child` sent; `None` at the end. It takes no byte of what comes next."""
+    """Read one message of `trust.Child`, and no byte after it; `None` at the end."""
     size = os.read(pipe, 8)
     return pickle.loads(_read_all(pipe, int.from_bytes(size, "little"))) if size else None
 
@@ -237,7 +237,7 @@ def _write(pipe: int, said: str | None) -> None:
 
 
 def _limit_time(seconds: int) -> None:
-    """Let the process use so much processor time from now on: the system ends one that spins."""
+    """Limit the processor time of the process from now on, so that the system ends one that spins."""
     if os.name == "posix":
         import resource
 
@@ -247,7 +247,7 @@ def _limit_time(seconds: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process, in the middle of a trial too, when the pipe to its standard input is closed."""
+    """End this process, even during a trial, when the pipe to its standard input is closed."""
     import select
 
     if hasattr(select, "poll"):
@@ -272,7 +272,7 @@ def _serve(device: GgmlDevice, answers: int, limit_s: int) -> None:
 
 
 def main() -> None:
-    """Answer trials; on a CPU in forks, of which the next one costs less than a process."""
+    """Answer trials; on a CPU in a fork, since another fork costs less than another process."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what C prints
     found, prefix, facts, index, limit_s = _read(0)

@@ -1,4 +1,4 @@
-"""Sorting and choosing. ARGSORT has the param `order` (a `SortOrder`), TOP_K has `k`; results are i32."""
+"""Sorting and selecting. ARGSORT has the param `order` (a `SortOrder`), TOP_K has `k`; results are i32."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Repeating, joining, padding and rolling.
 
-REPEAT and REPEAT_BACK have no params (the node's shape says all), CONCAT has `dim`, ROLL has `shifts` (four),
-PAD has `left` and `right` (four each) and `circular`, PAD_REFLECT_1D has `left, right`.
+REPEAT and REPEAT_BACK have no params (their node's shape is enough), CONCAT has `dim`, ROLL has `shifts`
+(four), PAD has `left` and `right` (four each) and `circular`, PAD_REFLECT_1D has `left, right`.
 """
 
 from __future__ import annotations

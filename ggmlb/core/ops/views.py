@@ -182,7 +182,7 @@ def _fail_bounds(fn: str, a: Tensor, ne: Ne, nb: Ne, offset: int, root: Tensor) 
 
 
 def view_base(node: Tensor) -> Tensor:
-    """Return the tensor whose memory a chain of views shows."""
+    """Return the tensor at the start of a chain of views."""
     while node.op in (Op.VIEW, Op.RESHAPE, Op.PERMUTE, Op.TRANSPOSE):
         node = node.operand(0)
     return node
