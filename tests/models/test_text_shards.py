@@ -26,7 +26,7 @@ SOON = ("llama", "gemma3", "phi3")
 def shards_of(path: Path) -> Shards:
     with ExitStack() as resources:
         planner = open_planner(resources, path, ["CPU"], Wishes())
-        return Shards(planner.file, planner.config, planner.layout)
+        return Shards(planner.layout)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

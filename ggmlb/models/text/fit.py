@@ -18,14 +18,13 @@ from ggmlb.models.devices import device_names, memory_overrides, open_device
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT, Layers, assign_layers
 from ggmlb.models.text.adapter import AdapterFile, FactorSource
-from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost
 from ggmlb.models.text.decoder import N_BATCH
+from ggmlb.models.text.layout import ModelLayout
 from ggmlb.models.text.memory import KvMemory
 from ggmlb.models.text.parts import ModelPlacement, Parts, Room, is_expert, planned_parts
 from ggmlb.models.text.shards import Shards
 from ggmlb.models.text.states import StateMemory
-from ggmlb.models.text.weights import WeightSources
 from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
@@ -99,15 +98,14 @@ class Planner:
     room of more layers, on a later device.
 
     Args:
-        file: The model.
-        config: Its sizes.
-        layout: Its weights.
+        layout: The model's sizes and weights.
         backends: A stream on each device, by name; highest priority first.
         room: How much is kept.
         wishes: What the user wants.
 
     Attributes:
-        file, config, layout, backends, room, wishes: As given.
+        layout, backends, room, wishes: As given.
+        file, config: Those of the layout.
         free: Bytes that the model may take, by device; `HOST` for the machine's own memory.
         asked: The placement as asked for, with all layers on the first device where nothing is said.
         order: One device for each memory, in the order in which they are filled.
@@ -119,14 +117,13 @@ class Planner:
 
     def __init__(
         self,
-        file: GgufFile,
-        config: TextConfig,
-        layout: WeightSources,
+        layout: ModelLayout,
         backends: Mapping[str, Backend],
         room: Room,
         wishes: Wishes,
     ) -> None:
-        self.file, self.config, self.layout, self.backends = file, config, layout, backends
+        self.layout, self.backends = layout, backends
+        self.file, self.config = layout.file, layout.config
         self.room = room
         self.wishes = wishes
         self._devices = {  # several for a meta device
@@ -138,7 +135,7 @@ class Planner:
             first.setdefault(devices, name)
         named = {name: i for i, name in enumerate(wishes.order)}
         self.order = sorted(first.values(), key=lambda name: named.get(name, len(named)))
-        self._layers = range(config.n_layer)
+        self._layers = range(self.config.n_layer)
         self._limited: set[str] = set()
         self.free = self._free()
         self.asked = self._asked()
@@ -225,12 +222,12 @@ class Planner:
             return dict(zip(self.backends, parts.decoder.costs(rates), strict=True))
 
     def _planned(self, placement: ModelPlacement) -> AbstractContextManager[Parts]:
-        return planned_parts(self.file, self.config, self.layout, self.backends, placement, self.room)
+        return planned_parts(self.layout, self.backends, placement, self.room)
 
     def with_room(self, **changes: object) -> Planner:
         """Return a planner for another context length or type of keys and values."""
         room = replace(self.room, **changes)  # type: ignore[arg-type]
-        return Planner(self.file, self.config, self.layout, self.backends, room, self.wishes)
+        return Planner(self.layout, self.backends, room, self.wishes)
 
     def over(self, resources: ExitStack, names: Sequence[str], wishes: Wishes) -> Planner:
         """Return a planner of the same model over other devices, which `resources` closes.
@@ -239,7 +236,7 @@ class Planner:
             ArgumentError: Devices that differ share layers with experts; or as `Planner`.
             RegistryError: No device has one of the names.
         """
-        return planner_over(resources, self.file, self.config, self.layout, names, self.room, wishes)
+        return planner_over(resources, self.layout, names, self.room, wishes)
 
     def lacks(self, table: MemoryTable, is_strict: bool = True) -> dict[str, int]:
         """Return the bytes that devices lack.
@@ -273,7 +270,7 @@ class Planner:
         """
         for n in range(self.config.n_layer, -1, -1):
             wishes = replace(self.wishes, gpu_layers=n, layers_on=None)
-            other = Planner(self.file, self.config, self.layout, self.backends, self.room, wishes)
+            other = Planner(self.layout, self.backends, self.room, wishes)
             if other.best_fits():
                 return n
         return None
@@ -486,9 +483,8 @@ def open_planner(
     Raises:
         Error: As `TextModel`.
     """
-    file = GgufFile(path)
-    config = TextConfig.from_file(file)
-    layout = WeightSources(file, config)
+    layout = ModelLayout(GgufFile(path))
+    file, config = layout.file, layout.config
     names = device_names(devices, list(wishes.layers_on or ()))
     n = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
     if not 1 <= n <= MOST_CTX:
@@ -504,28 +500,22 @@ def open_planner(
     if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
         raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
     room = Room(n, kv, n_ubatch or 0, expert_cache)
-    return planner_over(resources, file, config, layout, names, room, wishes)
+    return planner_over(resources, layout, names, room, wishes)
 
 
 def planner_over(
-    resources: ExitStack,
-    file: GgufFile,
-    config: TextConfig,
-    layout: WeightSources,
-    names: Sequence[str],
-    room: Room,
-    wishes: Wishes,
+    resources: ExitStack, layout: ModelLayout, names: Sequence[str], room: Room, wishes: Wishes
 ) -> Planner:
     """Open devices, which `resources` closes, and return a planner over them; errors as `Planner.over`."""
-    shards = Shards(file, config, layout)
+    shards = Shards(layout)
     backends = {name: resources.enter_context(open_device(name, shards)) for name in names}
-    for name, backend in backends.items() if config.experts else ():
+    for name, backend in backends.items() if layout.config.experts else ():
         if len({(s.device.reg.name, s.device.description) for s in backend.streams}) > 1:
             raise ArgumentError(
                 f"{name}: devices that differ cannot share layers with experts, as each chooses these by its "
                 "own rounding; give whole layers to each, as -d A,B"
             )
-    return Planner(file, config, layout, backends, room, wishes)
+    return Planner(layout, backends, room, wishes)
 
 
 @dataclass(frozen=True)

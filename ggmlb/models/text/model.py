@@ -163,15 +163,7 @@ class TextModel(ModelOnDevices):
                 _set_threads(self._backends, threads)
             self.placement = planner.choose()
             self._changes = Changes(self.config.n_layer, self.config.n_embd)
-            self._parts = Parts(
-                planner.file,
-                planner.config,
-                planner.layout,
-                planner.backends,
-                self.placement,
-                planner.room,
-                self._changes,
-            )
+            self._parts = Parts(planner.layout, planner.backends, self.placement, planner.room, self._changes)
             resources.callback(self._parts.free)
             for adapter, scale in adapters:
                 self._parts.load_adapter(AdapterFile(Path(adapter)), scale)

@@ -21,9 +21,7 @@ from ggmlb.models.text.states import StateMemory
 from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
-    from ggmlb.models.gguf import GgufFile
-    from ggmlb.models.text.config import TextConfig
-    from ggmlb.models.text.weights import WeightSources
+    from ggmlb.models.text.layout import ModelLayout
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,7 @@ class Parts:
     Within `planned_memory`, it has sizes, and no memory.
 
     Args:
-        file: The model.
-        config: Its sizes.
-        layout: Its weights.
+        layout: The model's sizes and weights.
         backends: A stream on each device, by name; highest priority first.
         placement: Where everything lies.
         room: How much is kept.
@@ -89,14 +85,13 @@ class Parts:
 
     def __init__(
         self,
-        file: GgufFile,
-        config: TextConfig,
-        layout: WeightSources,
+        layout: ModelLayout,
         backends: Mapping[str, Backend],
         placement: ModelPlacement,
         room: Room,
         changes: Changes,
     ) -> None:
+        config = layout.config
         overrides = dict(placement.overrides)
         if room.expert_cache is not None:
             overrides.setdefault(ON_HOST, _host_memory(backends))
@@ -117,7 +112,7 @@ class Parts:
         self.memory: Memory
         self.decoder: BaseDecoder[Any]
         with ExitStack() as resources:
-            self.weights = Weights(file, None, overrides)
+            self.weights = Weights(layout.file, None, overrides)
             resources.callback(self.weights.free)
             self.tensors = weights = dict[str, Tensor]()
             for name, backend in backends.items():
@@ -183,7 +178,7 @@ class Parts:
         self._resources.close()
 
 
-def sources_on(device: str, layout: WeightSources, placement: ModelPlacement) -> dict[str, Source]:
+def sources_on(device: str, layout: ModelLayout, placement: ModelPlacement) -> dict[str, Source]:
     """Return the weights that lie on a device."""
     sources: dict[str, Source] = {}
     homes = placement.homes
@@ -208,17 +203,12 @@ def is_expert(name: str) -> bool:
 
 @contextmanager
 def planned_parts(
-    file: GgufFile,
-    config: TextConfig,
-    layout: WeightSources,
-    backends: Mapping[str, Backend],
-    placement: ModelPlacement,
-    room: Room,
+    layout: ModelLayout, backends: Mapping[str, Backend], placement: ModelPlacement, room: Room
 ) -> Iterator[Parts]:
     """Context manager that yields a model's parts in planned memory; arguments and errors as `Parts`."""
     with planned_memory():
-        changes = Changes(config.n_layer, config.n_embd)
-        parts = Parts(file, config, layout, backends, placement, room, changes)
+        changes = Changes(layout.config.n_layer, layout.config.n_embd)
+        parts = Parts(layout, backends, placement, room, changes)
         try:
             yield parts
         finally:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from ggmlb import SplitAxis, SplitState, Tensor, split_evenly
 
 if TYPE_CHECKING:
-    from ggmlb.models.gguf import GgufFile
-    from ggmlb.models.text.config import TextConfig
-    from ggmlb.models.text.weights import WeightSources
+    from ggmlb.models.text.layout import ModelLayout
 
 MIRRORED = SplitState(SplitAxis.MIRRORED)
 
@@ -24,13 +22,12 @@ class Shards:
     that span heads, the states of recurrent layers.
 
     Args:
-        file: The model.
-        config: Its sizes.
-        layout: Its weights.
+        layout: The model's sizes and weights.
     """
 
-    def __init__(self, file: GgufFile, config: TextConfig, layout: WeightSources) -> None:
-        c, queries = config, config.n_head // config.n_head_kv
+    def __init__(self, layout: ModelLayout) -> None:
+        c, file = layout.config, layout.file
+        queries = c.n_head // c.n_head_kv
         q, k, v = queries * c.n_key, c.n_key, c.n_value
         # For each part, the axis that is cut, and the elements of each segment for a head of keys.
         self._heads: dict[str, tuple[int, tuple[int, ...]]] = {

@@ -1,4 +1,4 @@
-"""Which tensors of a GGUF file a language model reads, and on which device each lies."""
+"""ModelLayout: the sizes of a GGUF language model, and the tensors of its file that each layer reads."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ggmlb.core.errors import ModelError, shown
+from ggmlb.models.text.config import TextConfig
 from ggmlb.models.weights import Source
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf import GgufFile
-    from ggmlb.models.text.config import TextConfig
 
 IGNORED = frozenset({"attn_rot_embd", "attn_rot_embd.weight"})
 """Tensors of a layer that older files hold and no graph reads."""
 
 
-class WeightSources:
-    """The sources of a model's weights: those of each layer, of the embeddings, and of the output.
+class ModelLayout:
+    """A model's sizes and the sources of its weights, from the file's header alone.
 
     Args:
         file: The model.
-        config: Its sizes.
 
     Attributes:
-        embeddings: Before the first layer.
-        layers: Of each layer, by the names that the graph uses.
-        output: After the last layer.
+        file: As given.
+        config: The model's sizes.
+        embeddings: Weights before the first layer.
+        layers: Weights of each layer, by the names that the graph uses.
+        output: Weights after the last layer.
 
     Raises:
-        ModelError: The file lacks a tensor, has it in another shape, or has one that no graph reads.
+        ModelError: The architecture is unknown, metadata is missing or wrong, or the file lacks a tensor, has
+            it in another shape, or has one that no graph reads.
     """
 
-    def __init__(self, file: GgufFile, config: TextConfig) -> None:
-        self._file = file
-        c = config
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.config = c = TextConfig.from_file(file)
         self.embeddings = self._of("", ("token_embd.weight", (c.n_vocab, c.n_embd), "matrix"))
         has_output = "output.weight" in file
         head = "output.weight" if has_output else "token_embd.weight"
@@ -53,27 +55,27 @@ class WeightSources:
         found = {}
         for name, shape, kind in entries:
             full = prefix + name
-            if full in self._file or not kind.endswith("?"):
+            if full in self.file or not kind.endswith("?"):
                 self._check(full, shape)
                 what = kind.rstrip("?")
                 found[full] = Source((full,), shape, what != "vector", what == "product")
         return found
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        found = self._file[name].shape
+        found = self.file[name].shape
         if _squeezed(found) != _squeezed(shape):
             raise ModelError(
-                f"{self._file.path}: tensor {name!r} has shape {list(found)}; the metadata asks for "
+                f"{self.file.path}: tensor {name!r} has shape {list(found)}; the metadata asks for "
                 f"{list(shape)}"
             )
 
     def _check_all_used(self) -> None:
         """Refuse a file with tensors that the graph would leave out: its results would be wrong."""
         used = {name for part in self._all() for source in part.values() for name in source.names}
-        for name in self._file:
+        for name in self.file:
             if name not in used and name.rpartition("blk.")[2].partition(".")[2] not in IGNORED:
                 raise ModelError(
-                    f"{self._file.path}: no graph of this architecture reads the tensor {shown(name)!r}; the "
+                    f"{self.file.path}: no graph of this architecture reads the tensor {shown(name)!r}; the "
                     "model is a variant that is not known"
                 )
 
