@@ -21,7 +21,7 @@ from random_model import SHAPES, random_model
 from report import Table, save
 
 from ggmlb import open_gguf
-from ggmlb.models import TextModel
+from ggmlb.models import Placement, TextModel
 
 N_PROMPT, N_TOKENS = 16, 32
 SLOTS = (2, 4, 6, 8)
@@ -86,8 +86,8 @@ def configurations(path: Path, devices: list[str]) -> tuple[dict[str, dict[str, 
     all_experts = sum(file[name].nbytes for name in file if "_exps" in name)
     each = all_experts // SHAPES["8 experts"].n_expert
     found: dict[str, dict[str, Any]] = {
-        "all on the CPU": {"override_tensors": {"exps": devices[-1]}},
-        **{f"cache of {n} of 8": {"expert_cache": n * each} for n in SLOTS},
+        "all on the CPU": {"placement": Placement(overrides={"exps": devices[-1]})},
+        **{f"cache of {n} of 8": {"placement": Placement(expert_cache=n * each)} for n in SLOTS},
         "all on the device": {},
     }
     return found, all_experts

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 from generate import file_of, peak_nbytes, prompt_of
 from report import Table, save
 
+from ggmlb.models import Placement, TextModel
+
 N_CTX = 1024
 N_PROMPT = 600
 N_SEQUENCES = 16
@@ -37,38 +39,34 @@ class Case(NamedTuple):
 
 CARD, CPU, LLVM = ["OpenCL0", "CPU"], ["CPU"], ["LLVM", "CPU"]
 CASES = (
-    Case("CPU", "random:q4_0", {"devices": CPU}),
-    Case("LLVM", "random:q4_0", {"devices": LLVM}),
-    Case("OpenCL", "random:q4_0", {"devices": CARD}),
-    Case("11 layers on OpenCL", "random:q4_0", {"devices": CARD, "gpu_layers": 11}),
-    Case("OpenCL in 400 MiB", "random:q4_0", {"devices": CARD, "memory_limits": {"OpenCL0": 400 << 20}}),
+    Case("CPU", "random:q4_0", {"placement": Placement(CPU)}),
+    Case("LLVM", "random:q4_0", {"placement": Placement(LLVM)}),
+    Case("OpenCL", "random:q4_0", {"placement": Placement(CARD)}),
+    Case("11 layers on OpenCL", "random:q4_0", {"placement": Placement(CARD, 11)}),
+    Case("OpenCL in 400 MiB", "random:q4_0", {"placement": Placement(CARD, limits={"OpenCL0": 400 << 20})}),
     Case(
-        "OpenCL beside LLVM", "random:q4_0", {"devices": ["OpenCL0", *LLVM], "layers_on": {"OpenCL0": "0-7"}}
+        "OpenCL beside LLVM", "random:q4_0", {"placement": Placement(["OpenCL0", *LLVM], {"OpenCL0": "0-7"})}
     ),
-    Case("keys on the CPU", "random:q4_0", {"devices": CARD, "kv_on": "CPU"}),
-    Case("kv q8_0", "random:q4_0", {"devices": LLVM, "kv_type": "q8_0"}),
-    Case("kv f32, 2048 tokens", "random:q4_0", {"devices": LLVM, "kv_type": "f32", "n_ctx": 2048}),
-    Case("LLVM, q8_0", "random:q8_0", {"devices": LLVM}),
-    Case("OpenCL, q4_K_M", "random:q4_K_M", {"devices": CARD}),
-    Case("LLVM, f16", "random:f16", {"devices": LLVM}),
+    Case("keys on the CPU", "random:q4_0", {"placement": Placement(CARD, overrides={"cache_": "CPU"})}),
+    Case("kv q8_0", "random:q4_0", {"placement": Placement(LLVM), "kv_type": "q8_0"}),
+    Case(
+        "kv f32, 2048 tokens", "random:q4_0", {"placement": Placement(LLVM), "kv_type": "f32", "n_ctx": 2048}
+    ),
+    Case("LLVM, q8_0", "random:q8_0", {"placement": Placement(LLVM)}),
+    Case("OpenCL, q4_K_M", "random:q4_K_M", {"placement": Placement(CARD)}),
+    Case("LLVM, f16", "random:f16", {"placement": Placement(LLVM)}),
 )
 
 
 def planned(case: Case) -> dict[str, Any]:
     """Open and plan; return the forecast of buffers, and of the process."""
-    from ggmlb.models.text.fit import Wishes, open_planner
+    from ggmlb.models.text.planner import open_planner
     from ggmlb.models.text.process_memory import process_memory
     from ggmlb.system.process import n_cpus, resident_nbytes
 
-    names = ("layers_on", "gpu_layers", "kv_on")
-    wishes = Wishes(
-        limits=case.options.get("memory_limits", {}),
-        **{name: case.options[name] for name in names if name in case.options},
-    )
     options = (case.options.get("n_ctx", N_CTX), case.options.get("kv_type", "f16"))
     with ExitStack() as resources:
-        path, devices = file_of(case.model), case.options["devices"]
-        planner = open_planner(resources, path, devices, wishes, *options)
+        planner = open_planner(resources, file_of(case.model), case.options["placement"], *options)
         fit = planner.best()
         process = (resident_nbytes() or 0) + sum(process_memory(planner, fit, n_cpus()))
         return {"buffers": fit.table.total(), "process": process}
@@ -76,8 +74,6 @@ def planned(case: Case) -> dict[str, Any]:
 
 def loaded(case: Case) -> dict[str, Any]:
     """Load and compute; return the peak, and what is allocated."""
-    from ggmlb.models import TextModel
-
     with TextModel(file_of(case.model), **{"n_ctx": N_CTX, **case.options}) as model:
         options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
         model.generate(prompt_of(N_PROMPT), max_tokens=8, **options)

@@ -39,7 +39,7 @@ from report import Table, save
 
 import ggmlb
 from ggmlb import Context, DType, TensorFlag
-from ggmlb.models import TextModel
+from ggmlb.models import Placement, TextModel
 
 N_TOKENS = 24
 SIZES = (1 << 12, 1 << 20, 1 << 24)
@@ -241,7 +241,9 @@ def decode(
         each = n_layer // (len(names) + 1)
         layers = {name: f"{i * each}-{(i + 1) * each - 1}" for i, name in enumerate(names)}
         layers[here] = f"{len(names) * each}-{n_layer - 1}"
-        return stack.enter_context(TextModel(path, [*names, here, "CPU"], layers, **options))
+        return stack.enter_context(
+            TextModel(path, [*names, here, "CPU"], Placement(layers=layers), **options)
+        )
 
     def step(model: TextModel, on_token: Callable[[str], object] | None = None) -> Callable[[], float]:
         def run() -> float:

@@ -32,18 +32,19 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ.setdefault("POCL_DEVICES", "pthread pthread")  # two devices, before any is asked for
 
-    from ggmlb.models import TextModel, default_text_model
-    from ggmlb.models.text.fit import Wishes, open_planner
-    from ggmlb.models.text.ways import WAYS, Ways
+    from ggmlb.models import Placement, TextModel, default_text_model
+    from ggmlb.models.text.planner import open_planner
+    from ggmlb.models.text.strategies import STRATEGIES, StrategyPlanner
 
     path, devices = asked.model or default_text_model(), asked.devices.split(",")
     with ExitStack() as resources:
-        ways = Ways(resources, open_planner(resources, path, devices, Wishes(), N_CTX))
-        planned = [way for way in ways.planned() if way.fit is not None]
+        strategies = StrategyPlanner(resources, open_planner(resources, path, Placement(devices), N_CTX))
+        planned = [each for each in strategies.planned() if each.fit is not None]
     took: dict[str, list[float]] = {way.name: [] for way in planned}
     with ExitStack() as resources:
         models = {
-            name: resources.enter_context(TextModel(path, devices, n_ctx=N_CTX, way=name)) for name in took
+            name: resources.enter_context(TextModel(path, placement=Placement(devices, name), n_ctx=N_CTX))
+            for name in took
         }
         for i in range(asked.rounds + 1):
             for name, model in models.items():
@@ -61,7 +62,7 @@ def main() -> None:
     for way in planned:
         found = median(took[way.name])
         cells = (f"{1e3 * t:.1f}" for t in (way.time, min(took[way.name]), found))
-        table.row(way.name, WAYS[way.name], *cells, f"{found / way.time:.2f}")
+        table.row(way.name, STRATEGIES[way.name], *cells, f"{found / way.time:.2f}")
     if asked.save:
         conditions = (
             f"Here: {os.path.basename(path)}, devices {asked.devices}, load {os.getloadavg()[0]:.1f}."

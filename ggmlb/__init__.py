@@ -106,7 +106,7 @@ from ggmlb.runtime.alloc import (
     override_for,
 )
 from ggmlb.runtime.evaluate import evaluate
-from ggmlb.runtime.scheduler import Placement, Scheduler
+from ggmlb.runtime.scheduler import NodePlacement, Scheduler
 from ggmlb.system import env as _env
 
 if _typing.TYPE_CHECKING:
@@ -257,10 +257,10 @@ __all__ = [
     "MissingModelError",
     "ModelError",
     "MultiBuffer",
+    "NodePlacement",
     "NotAllocatedError",
     "Op",
     "OpPool",
-    "Placement",
     "Prec",
     "RegistryError",
     "RopeType",

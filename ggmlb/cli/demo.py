@@ -79,9 +79,9 @@ def _answer(
 ) -> Generation:
     """Answer the question on these devices, and print placement and speed."""
     from ggmlb.cli.search import print_devices
-    from ggmlb.models import TextModel
+    from ggmlb.models import Placement, TextModel
 
-    with TextModel(path, names, requests, n_ctx=512) as model:
+    with TextModel(path, placement=Placement(names, requests), n_ctx=512) as model:
         print_devices(out, model.backends, model.homes)
         out.print()
 

@@ -1,4 +1,4 @@
-"""`ggmlb fit`: predicted placement and memory of a GGUF model on devices, before it is loaded."""
+"""`ggmlb fit`: the memory of a GGUF model on some devices, and whether it fits, before it is loaded."""
 
 from __future__ import annotations
 
@@ -24,37 +24,28 @@ from ggmlb.cli.model_options import (
     ModelArgument,
     ModelFileOption,
     OverrideOption,
+    SplitModeOption,
     UbatchOption,
-    WayOption,
     file_and_scale,
     model_file,
-    overrides_of,
+    placement_of,
 )
-from ggmlb.cli.options import (
-    DevicesOption,
-    JsonOption,
-    LayersOption,
-    device_names,
-    layers_by_device,
-    size_of,
-    sizes_by_device,
-)
+from ggmlb.cli.options import DevicesOption, JsonOption, LayersOption, sizes_by_device
 from ggmlb.core.errors import readable_size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ggmlb.models.text.fit import Fit, Planner
-    from ggmlb.models.text.parts import ModelPlacement
-    from ggmlb.models.text.ways import Way
+    from ggmlb.models.text.placement import ResolvedPlacement
+    from ggmlb.models.text.planner import Fit, Planner
+    from ggmlb.models.text.strategies import ParallelStrategy
 
 BandwidthOption = Annotated[
     list[str] | None,
     typer.Option(
         "--bandwidth",
         metavar="NAME=SIZE",
-        help="Bandwidth at which a device reads weights, per second, as CUDA0=900G (default: measured; "
-        "repeatable).",
+        help="Memory bandwidth of a device per second, as CUDA0=900G (default: measured); repeatable.",
     ),
 ]
 
@@ -64,23 +55,23 @@ COLUMNS = (
 )  # fmt: skip
 
 OTHER_TYPES = ("q8_0", "q4_0")
-"""Data types of the KV cache that are smaller than f16, best first."""
+"""Types of the KV cache that are smaller than f16, the most precise first."""
 
 
 class Report(NamedTuple):
-    """The result of the command.
+    """The printed report.
 
     Attributes:
-        ways: All ways to split the model.
-        way: The chosen one.
+        strategies: All strategies.
+        chosen: The strategy in use.
         planner: Its planner.
         fit: Its placement and memory.
-        process: Memory of this process, and what loading and computing add besides buffers [bytes].
-        advice: Options with which it would fit.
+        process: Bytes of this process, and those that loading and computing add beside the buffers.
+        advice: Options with which the model would fit.
     """
 
-    ways: list[Way]
-    way: Way
+    strategies: list[ParallelStrategy]
+    chosen: ParallelStrategy
     planner: Planner
     fit: Fit
     process: dict[str, int]
@@ -102,53 +93,47 @@ def fit(
     expert_cache: ExpertCacheOption = None,
     lora: LoraOption = None,
     ubatch: UbatchOption = None,
-    way: WayOption = "best",
+    split_mode: SplitModeOption = "best",
     bandwidth: BandwidthOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict the placement of a model and its memory by device and kind, to the byte; no weights are read.
+    """Show the memory of a model by device and kind, to the byte, and whether it fits; no weights are read.
 
-    Layers and experts are placed to fit, unless options place them. With several memories, all ways to split
-    the model are listed with their predicted time per token at full context, from measured bandwidths; the
-    fastest that fits is taken. --json has the sizes in bytes. The exit status is 1 if the model does not fit;
-    options with which it would fit are printed then.
+    Layers and experts are placed so that they fit, unless options place them. Where there are several
+    memories, all ways to share the model among devices (--split-mode) are shown with the predicted time of a
+    token at the end of a full context, from measured bandwidths; the fastest that fits is chosen. If the
+    model does not fit, the status is 1, and options with which it would fit are shown.
 
     Examples:
       ggmlb fit model.gguf -d OpenCL0,CPU --ctx 8192
       ggmlb fit model.gguf -d CUDA0,CPU --memory CUDA0=6GiB --json
     """
-    from ggmlb.models.text.fit import Wishes, open_planner
+    from ggmlb.models.text.planner import open_planner
     from ggmlb.models.text.process_memory import process_memory
-    from ggmlb.models.text.ways import Ways
+    from ggmlb.models.text.strategies import StrategyPlanner
     from ggmlb.system.process import n_cpus, resident_nbytes
 
-    wishes = Wishes(
-        layers_by_device(layers_on),
-        gpu_layers,
-        cpu_experts,
-        kv_on,
-        overrides_of(override),
-        sizes_by_device(memory),
-        adapters=tuple(Path(file_and_scale(option)[0]) for option in lora or ()),
-    )
-    cache = None if expert_cache is None else size_of(expert_cache, "--expert-cache")
-    names = None if devices is None else device_names(devices)
+    requested = placement_of(
+        devices, layers_on=layers_on, gpu_layers=gpu_layers, override=override, cpu_experts=cpu_experts,
+        kv_on=kv_on, memory=memory, expert_cache=expert_cache,
+    )  # fmt: skip
+    adapters = [Path(file_and_scale(option)[0]) for option in lora or ()]
     with ExitStack() as resources:
-        asked = open_planner(resources, model_file(path, model), names, wishes, ctx, kv_type, ubatch, cache)
-        ways = Ways(resources, asked, sizes_by_device(bandwidth, "--bandwidth"))
-        planned = ways.planned()
-        taken = ways.taken(way, planned)
+        asked = open_planner(resources, model_file(path, model), requested, ctx, kv_type, ubatch, adapters)
+        strategies = StrategyPlanner(resources, asked, sizes_by_device(bandwidth, "--bandwidth"))
+        planned = strategies.planned()
+        chosen = strategies.taken(split_mode, planned)
         plain.note_devices(asked.backends, devices)
-        assert taken.planner is not None and taken.fit is not None
-        advice = list(_advice(taken.planner)) if taken.short else []
+        assert chosen.planner is not None and chosen.fit is not None
+        advice = list(_advice(chosen.planner)) if chosen.short else []
         process = {"resident": resident_nbytes() or 0}
-        process |= process_memory(taken.planner, taken.fit, n_cpus())._asdict()
-        report = Report(planned, taken, taken.planner, taken.fit, process, advice)
+        process |= process_memory(chosen.planner, chosen.fit, n_cpus())._asdict()
+        report = Report(planned, chosen, chosen.planner, chosen.fit, process, advice)
         if as_json:
             plain.echo(json.dumps(_as_json(report), indent=2))
         else:
             _print(report)
-    if taken.short:
+    if chosen.short:
         raise typer.Exit(1)
 
 
@@ -163,124 +148,127 @@ def _advice(planner: Planner) -> Iterator[str]:
         for name in OTHER_TYPES:
             dtype = DType.parse(name)
             heads = (planner.config.n_key, planner.config.n_value)
-            is_smaller = dtype.row_size(256) < planner.room.kv_type.row_size(256)
+            is_smaller = dtype.row_size(256) < planner.params.kv_type.row_size(256)
             suits = is_smaller and not any(n % dtype.block_size for n in heads)
-            if suits and planner.with_room(kv_type=dtype).best_fits():
+            if suits and planner.with_params(kv_type=dtype).best_fits():
                 yield f"--kv-type {name}"
                 break
-    asked = planner.wishes.gpu_layers
-    if asked:
+    asked = planner.requested.layers
+    if asked and isinstance(asked, int):
         n = planner.most_gpu_layers()
         if n is not None and n < asked:
             yield f"--gpu-layers {n}"
 
 
 def _print(report: Report) -> None:
-    ways, way, planner, (placement, table), process, advice = report
+    strategies, chosen, planner, (placement, table), process, advice = report
     out = console()
-    if len(ways) > 1:
-        _print_ways(out, ways, way, list(planner.free))
-    room, config = planner.room, planner.config
-    context = f"{room.n_ctx:,} tokens of context"
-    if not config.state:
-        context += f", {room.kv_type.name.lower()} KV cache"
+    if len(strategies) > 1:
+        _print_strategies(out, strategies, chosen, list(planner.free))
+    params, config = planner.params, planner.config
+    context = f"{params.n_ctx:,} tokens of context"
+    if config.state is None:
+        context += f", {params.kv_type.name.lower()} KV cache"
     rows: list[Row] = []
     for device in planner.free:
         uses = [use for use in table if use.device == device]
         rows += [Row((device, use.memory, use.kind, readable_size(use.nbytes))) for use in uses]
         free = planner.free[device]
-        told = "unknown" if free == float("inf") else readable_size(int(free))
-        cells = (device, "", "total", readable_size(table.total(device)), told)
-        rows.append(Row(cells, "red" if device in way.short else "bold"))
+        room = "unknown" if free == float("inf") else f"{int(free):,}"
+        cells = (device, "", "total", f"{table.total(device):,}", room)
+        rows.append(Row(cells, "red" if device in chosen.short else "bold"))
     print_table(out, f"{planner.file.path.name}: {config.n_layer} layers, {context}", COLUMNS, rows)
-    told = ", ".join(f"{name} {readable_size(n)}" for name, n in process.items() if n)
-    plain.echo(f"the process needs about {readable_size(sum(process.values()))} more ({told})")
-    for name, parts in _parts(planner, placement).items():
-        cost = way.costs[name]
-        moved = f", {readable_size(cost.copied)} copied to it" if cost.copied else ""
-        plain.echo(f"{name}: {parts}; {readable_size(cost.read)} of weights read per token{moved}")
-    if way.short:
-        for device, n in way.short.items():
-            plain.echo(f"does not fit: {device} lacks {readable_size(n)}")
-        plain.echo(
-            f"would fit: {', or '.join(advice)}" if advice else "no option makes it fit: name further devices"
-        )
-    elif len(ways) > 1:
-        plain.echo(f"to load the model like this: --way {way.name}")
+    parts = ", ".join(f"{name} {readable_size(n)}" for name, n in process.items() if n)
+    plain.echo(f"further memory of the process: about {readable_size(sum(process.values()))} ({parts})")
+    for name, words in _parts(planner, placement).items():
+        cost = chosen.costs[name]
+        moved = f", and {readable_size(cost.copied)} are copied to it" if cost.copied else ""
+        plain.echo(f"{name}: {words}; each token reads {readable_size(cost.read)} of weights{moved}")
+    if chosen.short:
+        for device, n in chosen.short.items():
+            plain.echo(f"does not fit: {device} lacks {readable_size(n)} ({n:,} bytes)")
+        plain.echo(f"would fit: {', or '.join(advice)}" if advice else "nothing fits: name further devices")
+    elif len(strategies) > 1:
+        plain.echo(f"to load it like this: --split-mode {chosen.name}")
 
 
-def _print_ways(out: Console, ways: list[Way], taken: Way, devices: list[str]) -> None:
-    """Print the ways to split the model, with time per token and memory of each device."""
+def _print_strategies(
+    out: Console, strategies: list[ParallelStrategy], chosen: ParallelStrategy, devices: list[str]
+) -> None:
+    """Print the strategies, with the time of a token, and the memory of each device."""
     rows = []
-    for way in ways:
+    for each in strategies:
         cells = [""] * (1 + len(devices))
-        told = way.why
-        if way.fit is not None:
-            totals = (way.fit.table.total(device) for device in devices)
-            cells = [f"{1000 * way.time:.1f}", *map(readable_size, totals)]
-            lacking = ", ".join(f"{device} lacks {readable_size(n)}" for device, n in way.short.items())
-            told = lacking or ("taken" if way is taken else "")
-        rows.append(Row((way.name, *cells, told), "bold" if way is taken else ""))
-    columns = [Column("Way"), Column("ms/token", right=True)]
+        note = each.why
+        if each.fit is not None:
+            totals = (each.fit.table.total(device) for device in devices)
+            cells = [f"{1000 * each.time:.1f}", *map(readable_size, totals)]
+            lacking = ", ".join(f"{device} lacks {readable_size(n)}" for device, n in each.short.items())
+            note = lacking or ("chosen" if each is chosen else "")
+        rows.append(Row((each.name, *cells, note), "bold" if each is chosen else ""))
+    columns = [Column("Split mode"), Column("Token [ms]", right=True)]
     columns += [Column(device, right=True, drop=i + 1) for i, device in enumerate(devices)]
-    title = "Ways to split the model, with the time per token at full context"
+    title = "Split modes, with the predicted time of a token at the end of a full context"
     print_table(out, title, [*columns, Column("", wraps=True)], rows)
 
 
-def _parts(planner: Planner, placement: ModelPlacement) -> dict[str, str]:
-    """Return what each device holds, in words."""
+def _parts(planner: Planner, placement: ResolvedPlacement) -> dict[str, str]:
+    """Return the parts of the model on each device, in words."""
     from ggmlb.models.layers import held, ranges
 
     found = held(placement.homes, list(planner.backends))
+    layers = range(planner.config.n_layer)
     for name in planner.backends:
-        experts = ranges(i for i, home in placement.experts.items() if home == name)
-        more = [f"experts of layers {experts}"] if experts else []
-        more += ["KV cache"] if placement.kv_on == name else []
+        experts = ranges(i for i in layers if placement.experts_device(i) == name)
+        more = [f"experts of layers {experts}"] if experts and planner.config.experts else []
+        kv = ranges(i for i in layers if placement.kv_override(i) == name)
+        more += [f"the KV cache of layers {kv}"] if kv else []
         if more:
             found[name] = ", ".join([*([] if found[name] == "nothing" else [found[name]]), *more])
     return found
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    ways, way, planner, (placement, table), process, advice = report
+    strategies, chosen, planner, (placement, table), process, advice = report
+    layers = range(planner.config.n_layer)
     free = {device: None if n == float("inf") else int(n) for device, n in planner.free.items()}
     return {
-        "fits": not way.short,
-        "way": way.name,
-        "ways": [_way_as_json(each) for each in ways] if len(ways) > 1 else [],
-        "n_ctx": planner.room.n_ctx,
-        "kv_type": planner.room.kv_type.name.lower(),
+        "fits": not chosen.short,
+        "split_mode": chosen.name,
+        "split_modes": [_strategy_as_json(each) for each in strategies] if len(strategies) > 1 else [],
+        "n_ctx": planner.params.n_ctx,
+        "kv_type": planner.params.kv_type.name.lower(),
         "memory": table.as_list(),
         "total": {device: table.total(device) for device in planner.free},
         "free": free,
-        "lacks": way.short,
+        "lacks": chosen.short,
         "process": process,
         "layers": {name: _layers_on(placement, name) for name in planner.backends},
-        "experts": {str(layer): home for layer, home in placement.experts.items()},
+        "experts": {str(i): device for i in layers if (device := placement.experts_device(i))},
         "embeddings": placement.homes["embeddings"],
         "output": placement.homes["output"],
-        "kv_on": placement.kv_on,
-        "per_token": {name: cost._asdict() for name, cost in way.costs.items()},
+        "kv_cache": {str(i): device for i in layers if (device := placement.kv_override(i))},
+        "per_token": {name: cost._asdict() for name, cost in chosen.costs.items()},
         "would_fit": advice,
     }
 
 
-def _way_as_json(way: Way) -> dict[str, Any]:
-    if way.planner is None or way.fit is None:
-        return {"way": way.name, "why_not": way.why}
+def _strategy_as_json(strategy: ParallelStrategy) -> dict[str, Any]:
+    if strategy.planner is None or strategy.fit is None:
+        return {"split_mode": strategy.name, "why_not": strategy.why}
     return {
-        "way": way.name,
-        "devices": list(way.planner.backends),
-        "seconds": way.time,
-        "lacks": way.short,
-        "total": {device: way.fit.table.total(device) for device in way.planner.free},
-        "layers": {name: _layers_on(way.fit.placement, name) for name in way.planner.backends},
-        "output": way.fit.placement.homes["output"],
-        "per_token": {name: cost._asdict() for name, cost in way.costs.items()},
+        "split_mode": strategy.name,
+        "devices": list(strategy.planner.backends),
+        "seconds": strategy.time,
+        "lacks": strategy.short,
+        "total": {device: strategy.fit.table.total(device) for device in strategy.planner.free},
+        "layers": {name: _layers_on(strategy.fit.placement, name) for name in strategy.planner.backends},
+        "output": strategy.fit.placement.homes["output"],
+        "per_token": {name: cost._asdict() for name, cost in strategy.costs.items()},
     }
 
 
-def _layers_on(placement: ModelPlacement, name: str) -> str:
+def _layers_on(placement: ResolvedPlacement, name: str) -> str:
     from ggmlb.models.layers import ranges
 
     return ranges(i for i, home in placement.homes.items() if home == name and isinstance(i, int))

@@ -25,7 +25,7 @@ from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ggmlb import BufferType
-    from ggmlb.models import TextModel
+    from ggmlb.models import Placement, TextModel
 
 ModelArgument = Annotated[
     Path | None, typer.Argument(metavar="[MODEL]", help="GGUF file; of a split model, the first part.")
@@ -36,11 +36,11 @@ ModelFileOption = Annotated[
 ]
 GpuLayersOption = Annotated[
     int | None,
-    count(
+    typer.Option(
         "--gpu-layers",
         "-ngl",
-        help="Number of layers to offload to the first device, from the last down (default: all that fit).",
-        least=0,
+        help="Number of layers on the first device, counted from the last (default: as many as fit).",
+        min=0,
     ),
 ]
 ContextOption = Annotated[
@@ -49,13 +49,14 @@ ContextOption = Annotated[
 KvOption = Annotated[
     str, typer.Option("--kv-type", metavar="TYPE", help="Data type of the KV cache: f32, f16, q8_0 or q4_0.")
 ]
+KvOption = Annotated[str, typer.Option("--kv-type", help="Type of the KV cache: f16, q8_0, q4_0 or f32.")]
 OverrideOption = Annotated[
     list[str] | None,
     typer.Option(
         "--override",
         "-ot",
         metavar="REGEX=DEVICE",
-        help="Device for the weights whose names match a pattern, as 'exps=CPU' (repeatable).",
+        help="Device of the tensors whose names match a regular expression, as 'exps=CPU'; repeatable.",
     ),
 ]
 KvOnOption = Annotated[
@@ -63,28 +64,28 @@ KvOnOption = Annotated[
     typer.Option(
         "--kv-on",
         metavar="NAME",
-        help="Device that holds the whole KV cache and computes attention (default: each layer's own).",
+        help="Device of the KV cache, which computes attention (default: that of each layer).",
     ),
 ]
 CpuExpertsOption = Annotated[
-    bool, typer.Option("--cpu-experts", help="Keep the experts' weights of all layers in CPU memory.")
+    bool, typer.Option("--cpu-experts", help="Keep the experts of all layers on the CPU.")
 ]
 MemoryOption = Annotated[
     list[str] | None,
     typer.Option(
         "--memory",
         metavar="NAME=SIZE",
-        help="Memory limit of a device, as OpenCL0=200MiB (default: its free memory; repeatable).",
+        help="Memory limit of a device, as OpenCL0=200MiB (default: its free memory); repeatable.",
     ),
 ]
-WayOption = Annotated[
+SplitModeOption = Annotated[
     str,
     typer.Option(
-        "--way",
-        metavar="WAY",
-        help="Split over devices: layers (whole layers, in the order of --devices), fastest (whole layers, "
-        "fastest device first), shared (each layer over several devices), rows (matrices by rows), or best "
-        "(least predicted time per token).",
+        "--split-mode",
+        "-sm",
+        help="How several devices share the model: layer (whole layers, devices filled in order), fastest "
+        "(the fastest device filled first), tensor (each layer on several devices), row (rows of matrices), "
+        "or best (least predicted time per token).",
     ),
 ]
 ExpertCacheOption = Annotated[
@@ -92,20 +93,20 @@ ExpertCacheOption = Annotated[
     typer.Option(
         "--expert-cache",
         metavar="SIZE",
-        help="Device memory for a cache of the experts used most, as 2GiB; all experts stay in host memory.",
+        help="Keep all experts in host memory, and the most used ones in this much device memory, as 2GiB.",
     ),
 ]
 FitOption = Annotated[
-    bool, typer.Option(help="Place layers and experts to fit device memory, unless other options place them.")
+    bool,
+    typer.Option(help="Place layers and experts so that they fit; --no-fit: all layers on the first device."),
 ]
 ThreadsOption = Annotated[
-    int | None, count("--threads", "-t", help="Number of CPU threads (default: all cores).")
+    int | None, typer.Option("--threads", "-t", help="Number of CPU threads (default: all).", min=1)
 ]
 UbatchOption = Annotated[
     int | None,
-    count(
-        "--ubatch",
-        help="Micro-batch of a pipeline over several devices, 1 to 512 tokens (default: no pipeline).",
+    typer.Option(
+        "--ubatch", help="Tokens per step of a pipeline over devices, 1 to 512 (default: no pipeline).", min=1
     ),
 ]
 LoraOption = Annotated[
@@ -113,17 +114,23 @@ LoraOption = Annotated[
     typer.Option(
         "--lora",
         metavar="FILE[=SCALE]",
-        help="LoRA adapter, a GGUF file, and its scale (default: 1; repeatable).",
+        help="LoRA adapter, a GGUF file, with its scale (default 1); repeatable.",
     ),
 ]
 
 
+ALL_LAYERS = 1 << 20
+"""More layers than a model has."""
+
+EXPERTS, KV_CACHE = r"_exps\.", r"^(cache|state)_"
+"""Patterns of the weights of experts, and of the tensors of the KV cache or of recurrent states."""
+
 OpenModel = Callable[..., "TextModel"]
-"""Opens the model as the options say; arguments by name take their place."""
+"""Opens the model with the options of the command line; keyword arguments replace single options."""
 
 
 def model_file(argument: Path | None, option: Path | None) -> Path:
-    """Return the model's file, given as an argument or as an option.
+    """Return the model file, given as an argument or as an option.
 
     Raises:
         BadParameter: It is not given, or twice.
@@ -146,7 +153,7 @@ def open_model(
     expert_cache: ExpertCacheOption = None,
     kv_on: KvOnOption = None,
     memory: MemoryOption = None,
-    way: WayOption = "layers",
+    split_mode: SplitModeOption = "layer",
     fit: FitOption = True,
     lora: LoraOption = None,
     ubatch: UbatchOption = None,
@@ -161,23 +168,18 @@ def open_model(
     """
     from ggmlb.models import TextModel
 
+    placement = placement_of(
+        devices, layers_on=layers_on, gpu_layers=gpu_layers, override=override, cpu_experts=cpu_experts,
+        kv_on=kv_on, memory=memory, expert_cache=expert_cache, split_mode=split_mode, fit=fit,
+    )  # fmt: skip
     opened = TextModel(
         model_file(path, model),
-        None if devices is None else device_names(devices),
-        layers_by_device(layers_on),
-        gpu_layers,
-        ctx,
-        kv_type,
-        overrides_of(override),
-        None if expert_cache is None else size_of(expert_cache, "--expert-cache"),
+        placement=placement,
+        n_ctx=ctx,
+        kv_type=kv_type,
         threads=threads,
         n_ubatch=ubatch,
-        cpu_experts=cpu_experts,
-        kv_on=kv_on,
         adapters=[file_and_scale(option) for option in lora or ()],
-        memory_limits=sizes_by_device(memory),
-        way=way,
-        fit=fit,
     )
     if opened.n_ctx > (n := opened.config.n_ctx_train):
         plain.note(f"the context of {opened.n_ctx:,} tokens exceeds the {n:,} that the model was trained for")
@@ -212,19 +214,59 @@ def _parameters(function: Callable[..., Any]) -> list[Parameter]:
     return [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in found.parameters.values()]
 
 
-def overrides_of(options: list[str] | None) -> dict[str, str | BufferType]:
-    """Parse `["exps=CPU"]` into devices by regular expression.
+def placement_of(
+    devices: str | None,
+    *,
+    layers_on: list[str] | None,
+    gpu_layers: int | None,
+    override: list[str] | None,
+    cpu_experts: bool,
+    kv_on: str | None,
+    memory: list[str] | None,
+    expert_cache: str | None,
+    split_mode: str = "layer",
+    fit: bool = True,
+) -> Placement:
+    """Return the placement that options ask for.
 
     Raises:
-        ArgumentError: An option is not `REGEX=DEVICE`.
+        ArgumentError: An option is not as its help says, or options contradict each other.
     """
+    from ggmlb.models import Placement
+    from ggmlb.models.devices import device_names as with_defaults
+    from ggmlb.models.devices import host_device
+
+    if layers_on is not None and gpu_layers is not None:
+        raise ArgumentError("--gpu-layers and --layers-on were both given; give one of them")
+    by_device = layers_by_device(layers_on)
+    layers: int | str | dict[str, list[str]] | None = by_device or gpu_layers
+    if split_mode != "layer":
+        if layers is not None and split_mode != "best":
+            raise ArgumentError(
+                f"--split-mode {split_mode}: --gpu-layers and --layers-on are for layer alone"
+            )
+        layers = split_mode if layers is None else layers
+    elif layers is None and not fit:
+        layers = ALL_LAYERS
+    named = None if devices is None else device_names(devices)
+    names = with_defaults(named, list(by_device or ()))
     overrides: dict[str, str | BufferType] = {}
-    for option in options or ():
+    for option in override or ():
         pattern, equals, device = option.rpartition("=")
         if not (pattern and equals and device):
             raise ArgumentError(f"--override {option}: give REGEX=DEVICE, as 'exps=CPU'")
         overrides[pattern] = device
-    return overrides
+    if cpu_experts:
+        host = host_device(names)
+        if host is None:
+            raise ArgumentError(f"--cpu-experts: none of {', '.join(names)} is a processor; add CPU")
+        overrides[EXPERTS] = host
+    if kv_on is not None:
+        if kv_on not in names:
+            raise ArgumentError(f"--kv-on {kv_on}: the devices are {', '.join(names)}")
+        overrides[KV_CACHE] = kv_on
+    cache = None if expert_cache is None else size_of(expert_cache, "--expert-cache")
+    return Placement(named, layers, overrides, sizes_by_device(memory), cache)
 
 
 def file_and_scale(option: str) -> tuple[str, float]:

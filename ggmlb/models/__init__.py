@@ -20,6 +20,7 @@ from ggmlb.models.text import (
     LogitLens,
     Options,
     Perplexity,
+    Placement,
     Session,
     TextModel,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "ModelFolder",
     "Options",
     "Perplexity",
+    "Placement",
     "Session",
     "TextModel",
     "default_model_dir",

@@ -1,4 +1,4 @@
-"""Devices of a model: defaults, streams, and memory overrides by device name."""
+"""Devices of a model: defaults, streams, and overrides of single tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModelOnDevices(Closeable):
 
     @abstractmethod
     def summary(self) -> Summary:
-        """Return what the model is, which device holds what, and the memory of each.
+        """Return the model's sizes, the parts on each device, and the memory of each device.
 
         Raises:
             FreedError: The model was closed.
@@ -116,6 +116,12 @@ def _best() -> list[str]:
     return gpus[:1] + [d.name for d in beside if d.buffer_type.is_host]
 
 
+def host_device(names: Sequence[str]) -> str | None:
+    """Return the first of some devices that computes in the machine's memory; `None` if there is none."""
+    is_host = (name for name in names if "+" not in name and device_by_name(name).buffer_type.is_host)
+    return next(is_host, None)
+
+
 def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> Backend:
     """Open a stream on a device, or on a meta device if `+` joins several names.
 
@@ -133,30 +139,28 @@ def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> 
     return meta_device(together, lambda weight: split_state(weight, len(together))).init_backend()
 
 
-def memory_overrides(
-    override_tensors: Mapping[str, str | BufferType] | None, backends: Mapping[str, Backend]
-) -> dict[str, BufferType]:
-    """Return the buffer types for weights by regular expression, from users' devices or buffer types.
+def resolved_overrides(
+    overrides: Mapping[str, str | BufferType] | None, backends: Mapping[str, Backend]
+) -> dict[str, str | BufferType]:
+    """Return overrides of tensors by regular expression, with devices checked and `_Split` resolved.
 
     Args:
-        override_tensors: By regular expression, a device of the model, or any memory. `"CUDA0_Split"` spreads
-            the rows of matrices over all devices of the kind of CUDA0, which is the model's, by their memory.
+        overrides: By regular expression, a device of the model, or any memory. `"CUDA0_Split"` spreads the
+            rows of matrices over all devices of the kind of CUDA0, which is the model's, by their memory.
         backends: The model's streams by device.
 
     Raises:
         ArgumentError: A device is not the model's, or does not spread rows.
     """
-    memory: dict[str, BufferType] = {}
-    for pattern, where in (override_tensors or {}).items():
-        if not isinstance(where, str):
+    memory: dict[str, str | BufferType] = {}
+    for pattern, where in (overrides or {}).items():
+        if not isinstance(where, str) or where in backends:
             memory[pattern] = where
-        elif where in backends:
-            memory[pattern] = backends[where].default_buffer_type
         elif where.endswith(SPLIT) and where.removesuffix(SPLIT) in backends:
             memory[pattern] = split_rows(backends[where.removesuffix(SPLIT)].device)
         else:
             known = ", ".join(backends)
-            raise ArgumentError(f"override_tensors: {pattern!r} is for {where!r}; the devices are {known}")
+            raise ArgumentError(f"override {pattern!r} is for {where!r}; the devices are {known}")
     return memory
 
 

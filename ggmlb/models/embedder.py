@@ -16,7 +16,7 @@ from ggmlb.core.arguments import checked_methods
 from ggmlb.core.errors import ArgumentError, FreedError
 from ggmlb.interface.memory_table import MemoryReport, MemoryTable
 from ggmlb.models.bert import BertConfig, BertGraph
-from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides, open_device
+from ggmlb.models.devices import ModelOnDevices, device_names, open_device, resolved_overrides
 from ggmlb.models.folder import ModelFolder
 from ggmlb.models.layers import Layers, assign_layers, held
 from ggmlb.models.runs import Runs
@@ -82,7 +82,11 @@ class BertEmbedder(ModelOnDevices):
             for backend in opened:
                 resources.enter_context(backend)
             self._backends = tuple(opened)
-            overrides = memory_overrides(override_tensors, dict(zip(names, opened, strict=True)))
+            backends = dict(zip(names, opened, strict=True))
+            overrides = {
+                pattern: backends[where].default_buffer_type if isinstance(where, str) else where
+                for pattern, where in resolved_overrides(override_tensors, backends).items()
+            }
             self._placer = Weights(folder.tensors, matrix_type, overrides)
             resources.callback(self._placer.free)
             self._weights = {

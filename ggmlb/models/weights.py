@@ -62,7 +62,7 @@ class Weights:
     Args:
         file: The model's file, as a `TensorFile` or `GgufFile`.
         matrix_type: Type in which matrices are stored; that of the file if `None`, blocks as they are.
-        overrides: Memory for some weights, by regular expression; see `alloc_ctx_tensors`.
+        overrides: Memory for some weights, by regular expression, the first match counts; `None`: none.
 
     Attributes:
         spaces: Memories that hold weights, with the bytes in each; of the mapped file, those of the weights,
@@ -73,7 +73,7 @@ class Weights:
         self,
         file: WeightFile,
         matrix_type: DType | None = None,
-        overrides: Mapping[str, BufferType] | None = None,
+        overrides: Mapping[str, BufferType | None] | None = None,
     ) -> None:
         self._file = file
         self._overrides = dict(overrides or {})
@@ -118,8 +118,9 @@ class Weights:
                 faster = (into for memory, into in packed.items() if self._is_faster(tensor, memory))
                 home = next(faster, ctx)
             home.tensors.append(tensor)
+        own_memory = {pattern: found for pattern, found in self._overrides.items() if found is not None}
         with ExitStack() as buffers:
-            allocated = [alloc_ctx_tensors(moved, backend, self._overrides)]
+            allocated = [alloc_ctx_tensors(moved, backend, own_memory)]
             self._keep(buffers, allocated[0])
             for memory, weights in packed.items():
                 allocated.append(alloc_ctx_tensors(weights, memory))

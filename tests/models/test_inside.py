@@ -12,7 +12,7 @@ import pytest
 
 import ggmlb
 from ggmlb import ArgumentError
-from ggmlb.models import TextModel
+from ggmlb.models import Placement, TextModel
 from tests.support.text_models import KINDS, N_EMBD, N_HEAD, N_HEAD_KV, N_KEY
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(70))]
@@ -24,8 +24,11 @@ PLACES: dict[str, dict[str, Any]] = {
     "CPU": {"devices": ["CPU"]},
     "LLVM": {"devices": ["LLVM", "CPU"]},
     "OpenCL": {"devices": ["OpenCL0", "CPU"]},
-    "split": {"devices": ["OpenCL0", "LLVM", "CPU"], "layers_on": {"OpenCL0": "0", "LLVM": "1"}},
-    "pipeline": {"devices": ["OpenCL0", "CPU"], "gpu_layers": 2, "n_ubatch": 8},
+    "split": {
+        "devices": ["OpenCL0", "LLVM", "CPU"],
+        "placement": Placement(layers={"OpenCL0": "0", "LLVM": "1"}),
+    },
+    "pipeline": {"devices": ["OpenCL0", "CPU"], "placement": Placement(layers=2), "n_ubatch": 8},
     "meta": {"devices": ["CPU+OpenCL0", "CPU"]},
 }
 

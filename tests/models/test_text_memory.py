@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ggmlb
 from ggmlb.backends.gpu.bad_index import N_SLOTS, SLOT
-from ggmlb.models import TextModel
+from ggmlb.models import Placement, TextModel
 from ggmlb.models.text.decoder import N_OUT, SIZES, Decoder
 from ggmlb.models.text.graph import TextGraph
 from ggmlb.models.text.mamba import MambaGraph
@@ -17,28 +18,41 @@ from tests.support.text_models import KINDS
 
 DEVICES = [d.name for d in ggmlb.devices()]
 N_CTX = 700
-SPLITS = {
+OPENCL = ["OpenCL0", "CPU"]
+SPLITS: dict[str, dict[str, Any]] = {
     name: split
     for name, split in {
         "CPU": {"devices": ["CPU"]},
         "LLVM": {"devices": ["LLVM", "CPU"]},
-        "OpenCL": {"devices": ["OpenCL0", "CPU"]},
-        "layers of OpenCL": {"devices": ["OpenCL0", "CPU"], "layers_on": {"OpenCL0": "1-2"}},
+        "OpenCL": {"devices": OPENCL},
+        "layers of OpenCL": {"devices": OPENCL, "placement": Placement(layers={"OpenCL0": "1-2"})},
         "output on the CPU": {
-            "devices": ["OpenCL0", "CPU"],
-            "layers_on": {"OpenCL0": "all", "CPU": "output"},
+            "devices": OPENCL,
+            "placement": Placement(layers={"OpenCL0": "all", "CPU": "output"}),
         },
-        "kv q8_0": {"devices": ["OpenCL0", "CPU"], "gpu_layers": 1, "kv_type": "q8_0"},
-        "feed-forward on the CPU": {"devices": ["OpenCL0", "CPU"], "override_tensors": {"ffn|ssm_x": "CPU"}},
-        "OpenCL beside LLVM": {"devices": ["OpenCL0", "LLVM", "CPU"], "layers_on": {"LLVM": "0,2"}},
-        "two of OpenCL": {"devices": ["OpenCL0", "OpenCL1", "CPU"], "layers_on": {"OpenCL1": "0-1"}},
+        "kv q8_0": {"devices": OPENCL, "placement": Placement(layers=1), "kv_type": "q8_0"},
+        "feed-forward on the CPU": {
+            "devices": OPENCL,
+            "placement": Placement(overrides={"ffn|ssm_x": "CPU"}),
+        },
+        "OpenCL beside LLVM": {
+            "devices": ["OpenCL0", "LLVM", "CPU"],
+            "placement": Placement(layers={"LLVM": "0,2"}),
+        },
+        "two of OpenCL": {
+            "devices": ["OpenCL0", "OpenCL1", "CPU"],
+            "placement": Placement(layers={"OpenCL1": "0-1"}),
+        },
         "shared": {"devices": ["OpenCL0+CPU", "CPU"]},
-        "layers shared by two": {"devices": ["OpenCL0+OpenCL1", "CPU"], "gpu_layers": 2},
-        "rows of two": {
-            "devices": ["OpenCL0", "CPU"],
-            "override_tensors": {r"(attn_[qkv]|ffn_up)\.weight": "OpenCL0_Split"},
+        "layers shared by two": {
+            "devices": ["OpenCL0+OpenCL1", "CPU"],
+            "placement": Placement(layers=2),
         },
-        "pipeline": {"devices": ["OpenCL0", "CPU"], "gpu_layers": 2, "n_ubatch": 32},
+        "rows of two": {
+            "devices": OPENCL,
+            "placement": Placement(overrides={r"(attn_[qkv]|ffn_up|ssm_in).*\.weight": "OpenCL0_Split"}),
+        },
+        "pipeline": {"devices": OPENCL, "placement": Placement(layers=2), "n_ubatch": 32},
     }.items()
     if {part for name in split["devices"] for part in name.split("+")} <= {*DEVICES}
 }
@@ -60,7 +74,7 @@ EACH = [
 
 @pytest.mark.parametrize(("kind", "split"), EACH)
 def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind: str, split: str) -> None:
-    with TextModel(models(kind), n_ctx=N_CTX, **SPLITS[split]) as model:  # type: ignore[arg-type]
+    with TextModel(models(kind), n_ctx=N_CTX, **SPLITS[split]) as model:
         decoder = model._engine.decoder
         scheduler = decoder._runs.scheduler  # type: ignore[attr-defined]
         reserved = [scheduler.buffer_size(b) for b in model.backends]
@@ -69,7 +83,7 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
             graphs = (
                 TextGraph(*parts, n, n_out, n_kv)
                 for n in SIZES
-                if n <= SPLITS[split].get("n_ubatch", 512)  # type: ignore[operator,attr-defined]
+                if n <= SPLITS[split].get("n_ubatch", 512)
                 for n_out in {1, min(n, 16), min(n, N_OUT)}
                 for n_kv in (256, N_CTX)
             )
@@ -120,7 +134,7 @@ def test_the_forecast_is_what_is_allocated(
     models: Callable[..., Path], kind: str, split: str, dtype: str
 ) -> None:
     before = {d.name: d.memory[0] for d in ggmlb.devices()}
-    with TextModel(models(kind, dtype), n_ctx=N_CTX, **SPLITS[split]) as model:  # type: ignore[arg-type]
+    with TextModel(models(kind, dtype), n_ctx=N_CTX, **SPLITS[split]) as model:
         taken = {d.name: before[d.name] - d.memory[0] for d in apart(model)}
         forecast, allocated = model.memory
         assert forecast == allocated and forecast.uses == allocated.uses

@@ -12,7 +12,7 @@ import pytest
 
 import ggmlb
 from ggmlb import ArgumentError, FreedError, ModelError
-from ggmlb.models import Options, TextModel
+from ggmlb.models import Options, Placement, TextModel
 from ggmlb.models.runs import Runs
 from tests.support.text_models import KINDS, N_VOCAB, write_text_model
 
@@ -55,8 +55,8 @@ def test_step_by_step_is_as_all_at_once(models: Callable[..., Path], kind: str) 
 def test_layers_on_three_devices(models: Callable[..., Path], kind: str) -> None:
     with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
         expected = log_probs(model.logits(PROMPT))
-    layers_on = {"OpenCL0": "0", "LLVM": "1"}
-    with TextModel(models(kind), ["OpenCL0", "LLVM", "CPU"], layers_on=layers_on, n_ctx=64) as model:
+    placement = Placement(["OpenCL0", "LLVM", "CPU"], {"OpenCL0": "0", "LLVM": "1"})
+    with TextModel(models(kind), placement=placement, n_ctx=64) as model:
         found = log_probs(model.logits(PROMPT))
         assert model.scheduler is not None
         assert {p.device for p in model.scheduler.placement} == {"OpenCL0", "LLVM", "CPU"}
@@ -82,7 +82,7 @@ def test_types_of_weights(models: Callable[..., Path], dtype: str, device: str) 
 def test_devices_agree(models: Callable[..., Path], kind: str, device: str) -> None:
     with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
         expected = log_probs(model.logits(PROMPT))
-    with TextModel(models(kind), [device, "CPU"], layers_on={device: "1-2"}, n_ctx=64) as model:
+    with TextModel(models(kind), placement=Placement([device, "CPU"], {device: "1-2"}), n_ctx=64) as model:
         found = log_probs(model.logits(PROMPT))
         assert model.scheduler is not None and model.scheduler.n_splits >= 1
     assert np.abs(found - expected).max() < (3e-2 if "ggml" in device else 2e-2)  # experts in f16
@@ -120,14 +120,10 @@ def test_gpu_layers_are_the_last_ones(models: Callable[..., Path], device: str) 
     with TextModel(models(), ["CPU"], n_ctx=64) as model:
         expected = log_probs(model.logits(PROMPT))
     for n, on_device in ((0, set()), (2, {1, 2}), (99, {0, 1, 2})):
-        with TextModel(models(), [device, "CPU"], gpu_layers=n, n_ctx=64) as model:
+        with TextModel(models(), placement=Placement([device, "CPU"], n), n_ctx=64) as model:
             found = {part for part, home in model.homes.items() if home == device}
             assert found == on_device | ({"output"} if n else set())
             assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2
-    with pytest.raises(ArgumentError, match="give one of them"):
-        TextModel(models(), [device, "CPU"], gpu_layers=1, layers_on={device: "0"})
-    with pytest.raises(ArgumentError, match="gpu_layers is -1"):
-        TextModel(models(), [device, "CPU"], gpu_layers=-1)
 
 
 @pytest.mark.skipif("OpenCL0" not in DEVICES, reason="LLVM computes in the CPU's memory: nothing is moved")
@@ -135,7 +131,8 @@ def test_gpu_layers_are_the_last_ones(models: Callable[..., Path], device: str) 
 def test_experts_stay_on_the_cpu(models: Callable[..., Path], kind: str) -> None:
     with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
         expected = log_probs(model.logits(PROMPT[:1]))
-    with TextModel(models(kind), ["OpenCL0", "CPU"], n_ctx=64, override_tensors={"exps": "CPU"}) as model:
+    placement = Placement(["OpenCL0", "CPU"], overrides={"exps": "CPU"})
+    with TextModel(models(kind), placement=placement, n_ctx=64) as model:
         found = log_probs(model.logits(PROMPT[:1]))
         assert model.scheduler is not None
         placed = {(p.op, p.device) for p in model.scheduler.placement}
@@ -143,7 +140,7 @@ def test_experts_stay_on_the_cpu(models: Callable[..., Path], kind: str) -> None
     assert ("MUL_MAT", "OpenCL0") in placed
     assert np.abs(found - expected).max() < 2e-2
     with pytest.raises(ArgumentError, match=r"'exps' is for 'CUDA7'; the devices are CPU"):
-        TextModel(models(kind), ["CPU"], override_tensors={"exps": "CUDA7"})
+        TextModel(models(kind), placement=Placement(["CPU"], overrides={"exps": "CUDA7"}))
 
 
 @pytest.mark.skipif("OpenCL0" not in DEVICES, reason="LLVM and the CPU compute in turn")
@@ -156,7 +153,7 @@ def test_a_pipeline_of_devices(
     wait = Runs.wait
     monkeypatch.setattr(Runs, "wait", lambda runs: (waits.append(runs), wait(runs)))
     options = Options(max_tokens=3, temperature=0, ignore_eos=True, logprobs=9)
-    asked = {"devices": ["OpenCL0", "CPU"], "layers_on": {"OpenCL0": "1-2"}, "n_ctx": 64}
+    asked = {"placement": Placement(["OpenCL0", "CPU"], {"OpenCL0": "1-2"}), "n_ctx": 64}
     with TextModel(models(kind), **asked) as model:
         expected = model.generate(PROMPT, options)
     with ggmlb.sanitize(), TextModel(models(kind), **asked, n_ubatch=4) as model:
@@ -184,11 +181,12 @@ def test_experts_used_most_are_cached(models: Callable[..., Path], kind: str) ->
     with pytest.raises(
         ArgumentError, match=r"one expert of each layer takes [\d,]+, .* give ([\d,]+)"
     ) as found:
-        TextModel(models(kind), devices, n_ctx=64, expert_cache=1)
+        TextModel(models(kind), devices, Placement(expert_cache=1), n_ctx=64)
     least = int(str(found.value).rpartition("give ")[2].removesuffix(" or more").replace(",", ""))
     misses = []
     for n_slots in (2, 3, 4):
-        with TextModel(models(kind), devices, n_ctx=64, expert_cache=least * n_slots // 2) as model:
+        placement = Placement(devices, expert_cache=least * n_slots // 2)
+        with TextModel(models(kind), placement=placement, n_ctx=64) as model:
             steps = step_by_step(model, 1)
             assert np.abs(log_probs(steps) - expected[:-1]).max() < 2e-2
             assert model.experts is not None and model.scheduler is not None
@@ -202,9 +200,9 @@ def test_experts_used_most_are_cached(models: Callable[..., Path], kind: str) ->
 
 def test_an_expert_cache_that_cannot_be(models: Callable[..., Path]) -> None:
     with pytest.raises(ArgumentError, match="has no experts"):
-        TextModel(models(), ["CPU"], n_ctx=64, expert_cache=1 << 30)
+        TextModel(models(), placement=Placement(["CPU"], expert_cache=1 << 30))
     with pytest.raises(ArgumentError, match="no layer is on a device with memory of its own"):
-        TextModel(models("qwen3moe"), ["CPU"], n_ctx=64, expert_cache=1 << 30)
+        TextModel(models("qwen3moe"), placement=Placement(["CPU"], expert_cache=1 << 30))
 
 
 def test_the_same_seed_gives_the_same_text(models: Callable[..., Path]) -> None:

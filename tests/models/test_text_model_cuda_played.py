@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ggmlb.models import TextModel
+from ggmlb.models import Placement, TextModel
 from tests.support.adapters import adapted, write_adapter
 from tests.support.cuda_played import on_played_cards
 from tests.support.text_models import KINDS, write_text_model
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(9))]
 ON_CPU: dict[str, Any] = {"devices": ["CPU"]}
-ON_CARDS: dict[str, Any] = {"devices": ["CUDA0", "CUDA1", "CPU"], "layers_on": {"CUDA0": "0", "CUDA1": "1"}}
+ON_CARDS: dict[str, Any] = {
+    "devices": ["CUDA0", "CUDA1", "CPU"],
+    "placement": Placement(layers={"CUDA0": "0", "CUDA1": "1"}),
+}
 
 
 def compare(path: Path) -> None:

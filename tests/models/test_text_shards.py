@@ -11,8 +11,8 @@ import pytest
 
 import ggmlb
 from ggmlb import ArgumentError, DType, Tensor
-from ggmlb.models import TextModel
-from ggmlb.models.text.fit import Wishes, open_planner
+from ggmlb.models import Placement, TextModel
+from ggmlb.models.text.planner import open_planner
 from ggmlb.models.text.shards import Shards
 from tests.models.test_text_model import PROMPT, log_probs
 from tests.support.text_models import KINDS, write_text_model
@@ -25,7 +25,7 @@ SOON = ("llama", "gemma3", "phi3")
 
 def shards_of(path: Path) -> Shards:
     with ExitStack() as resources:
-        planner = open_planner(resources, path, ["CPU"], Wishes())
+        planner = open_planner(resources, path, Placement(["CPU"]))
         return Shards(planner.layout)
 
 
@@ -60,12 +60,13 @@ def test_shared_layers_are_fitted(tmp_path: Path) -> None:
     tables = []
     for n in range(5):
         with ExitStack() as resources:
-            planner = open_planner(resources, path, ["OpenCL0+CPU", "CPU"], Wishes(gpu_layers=n), 64)
+            planner = open_planner(resources, path, Placement(["OpenCL0+CPU", "CPU"], n), 64)
             tables.append(planner.forecast(planner.asked).total("OpenCL0"))
     for n in (1, 3):
         limits = {"OpenCL0": tables[n]}
         with ExitStack() as resources:
-            planner = open_planner(resources, path, ["OpenCL0+CPU", "CPU"], Wishes(limits=limits), 64)
+            asked = Placement(["OpenCL0+CPU", "CPU"], limits=limits)
+            planner = open_planner(resources, path, asked, 64)
             found = planner.best()
             assert [found.placement.homes[i] for i in range(4)] == ["CPU"] * (4 - n) + ["OpenCL0+CPU"] * n
             cost = planner.costs(found.placement)["OpenCL0+CPU"]
@@ -101,13 +102,13 @@ def test_rows_are_spread_over_devices_of_a_kind(tmp_path: Path) -> None:
     with TextModel(path, ["CPU"], n_ctx=64) as model:
         expected = log_probs(model.logits(PROMPT))
     spread = {r"(attn_[qkv]|ffn_up)\.weight": "OpenCL0_Split"}
-    with TextModel(path, ["OpenCL0", "CPU"], n_ctx=64, override_tensors=spread) as model:
+    with TextModel(path, placement=Placement(["OpenCL0", "CPU"], overrides=spread), n_ctx=64) as model:
         assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2
         forecast, allocated = model.memory
         assert forecast == allocated
         of_rows = {u.device for u in allocated if u.kind == "weights" and u.device != "CPU"}
         assert of_rows == {name for name in NAMES if name.startswith("OpenCL")}
     with pytest.raises(ArgumentError, match="CPU_Split is no memory: CPU does not spread rows"):
-        TextModel(path, ["CPU"], override_tensors={"ffn": "CPU_Split"})
+        TextModel(path, placement=Placement(["CPU"], overrides={"ffn": "CPU_Split"}))
     with pytest.raises(ArgumentError, match="'ffn' is for 'CUDA9_Split'; the devices are CPU"):
-        TextModel(path, ["CPU"], override_tensors={"ffn": "CUDA9_Split"})
+        TextModel(path, placement=Placement(["CPU"], overrides={"ffn": "CUDA9_Split"}))

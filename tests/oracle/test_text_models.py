@@ -18,7 +18,7 @@ if importlib.util.find_spec("xllamacpp") is None:
     pytest.skip("xllamacpp is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
 
 import ggmlb
-from ggmlb.models import Perplexity, TextModel
+from ggmlb.models import Perplexity, Placement, TextModel
 from ggmlb.models.folder import default_text_model
 from ggmlb.models.gguf import Vocabulary
 from ggmlb.models.gguf.mixtures import MIXTURES
@@ -81,7 +81,7 @@ class Place(NamedTuple):
             meta = ggmlb.open_gguf(path).metadata
             n = meta.integer(f"{meta.text('general.architecture')}.block_count")
             first, second, *_ = self.devices
-            found["layers_on"] = {first: range(n // 2), second: range(n // 2, n)}
+            found["placement"] = Placement(layers={first: range(n // 2), second: range(n // 2, n)})
         return found
 
 
@@ -94,7 +94,7 @@ PLACES = {
     "OpenCL-LLVM": Place(("OpenCL0", "LLVM", "CPU"), is_split=True),
     "pipeline": Place(("OpenCL0", "LLVM", "CPU"), True, {"n_ubatch": 4}),
 }
-EXPERTS_ON_CPU = {"override_tensors": {"exps": "CPU"}}
+EXPERTS_ON_CPU = {"placement": Placement(overrides={"exps": "CPU"})}
 HERE = {device.name for device in ggmlb.devices()}
 
 TEXTS = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb.models import TextModel, default_text_model
+from ggmlb.models import Placement, TextModel, default_text_model
 
 PROMPT = "Once upon a time there was"
 
@@ -23,7 +23,7 @@ def test_layers_on_two_nodes(address: str, name: str) -> None:
     layers = {f"node0/{name}": "0-9", f"node1/{name}": "10-19", name: "20-29"}
     with (
         ggmlb.connect(address, [name]) as cluster,
-        TextModel(path, [*dict.fromkeys([*layers, "CPU"])], layers, n_ctx=128) as model,
+        TextModel(path, [*dict.fromkeys([*layers, "CPU"])], Placement(layers=layers), n_ctx=128) as model,
     ):
         np.testing.assert_array_equal(model.logits(PROMPT), logits)
         assert model.generate(PROMPT, max_tokens=12, temperature=0).tokens == text.tokens

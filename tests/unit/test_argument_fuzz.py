@@ -253,7 +253,7 @@ TRUSTING = {
     "Tensor": "a context makes tensors, thousands of them; its methods check",
     "Caps": "a record",
     "DeviceProps": "a record",
-    "Placement": "a record",
+    "NodePlacement": "a record",
     "SplitState": "a record, checked where it is used",
 }
 """Classes whose constructor believes what it is given, and why."""

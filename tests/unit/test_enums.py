@@ -46,7 +46,7 @@ MODULES = (*PUBLIC, "ggmlb.core.dtypes", "ggmlb.parallel.meta", "ggmlb.testing.f
 
 RECORDS = {
     "DeviceProps.type": "a fact that ggmlb gives",
-    "Placement.cause": "a fact that ggmlb gives",
+    "NodePlacement.cause": "a fact that ggmlb gives",
     "Context.array_importer.dtype": "the hook of from_array, which gives it a member",
 }
 """Arguments that no user gives."""

@@ -14,7 +14,7 @@ import pytest
 
 import ggmlb
 from ggmlb import BackendError, BackendUnavailable, Context, DeviceType, Graph, RegistryError, Scheduler
-from ggmlb.models import BertEmbedder, TextModel, default_text_model
+from ggmlb.models import BertEmbedder, Placement, TextModel, default_text_model
 from tests.support.ggml_faults import REPORTS, what_it_lacks
 from tests.support.golden import claimed, wrong
 from tests.support.kit import faults
@@ -89,7 +89,7 @@ def test_golden_programs(device: Any, stream: Any, family: str) -> None:
 
 
 def logits(path: Path, devices: list[str], **options: Any) -> tuple[np.ndarray, Any]:
-    with TextModel(path, devices, n_ctx=64, **options) as model:
+    with TextModel(path, placement=Placement(devices, **options), n_ctx=64) as model:
         found = model.logits(PROMPT).astype(np.float64)
         assert model.scheduler is not None
         return found - found.max(axis=-1, keepdims=True), model.scheduler.placement
@@ -102,7 +102,7 @@ def ran_on(placement: Any, name: str) -> set[str]:
 def test_layers_on_vulkan_and_the_rest_on_llvm(tmp_path: Path) -> None:
     path = write_text_model(tmp_path / "llama.gguf", "llama", "f32")
     expected, _ = logits(path, ["CPU"])
-    found, placement = logits(path, [NAME, "LLVM", "CPU"], layers_on={NAME: "0-1"})
+    found, placement = logits(path, [NAME, "LLVM", "CPU"], layers={NAME: "0-1"})
     assert np.abs(found - expected).max() < 0.1  # it multiplies in half precision
     assert {"MUL_MAT", "RMS_NORM"} <= ran_on(placement, NAME)
     assert "RMS_NORM" in ran_on(placement, "LLVM")
@@ -111,7 +111,7 @@ def test_layers_on_vulkan_and_the_rest_on_llvm(tmp_path: Path) -> None:
 def test_experts_on_the_cpu_and_attention_on_vulkan(tmp_path: Path) -> None:
     path = write_text_model(tmp_path / "moe.gguf", "qwen3moe", "f32")
     expected, _ = logits(path, ["CPU"])
-    found, placement = logits(path, [NAME, "CPU"], override_tensors={"exps": "CPU"})
+    found, placement = logits(path, [NAME, "CPU"], overrides={"exps": "CPU"})
     assert np.abs(found - expected).max() < 0.1  # it multiplies in half precision
     assert "MUL_MAT" in ran_on(placement, NAME)
     assert "MUL_MAT_ID" in ran_on(placement, "CPU") - ran_on(placement, NAME)
@@ -123,7 +123,7 @@ def test_layers_of_smollm2_on_vulkan() -> None:
     """A real model: its products are in Q4_1 and Q8_0, rounded differently by each device."""
     path = default_text_model()
     expected, _ = logits(path, ["CPU"])
-    found, placement = logits(path, [NAME, "LLVM", "CPU"], layers_on={NAME: "0-9"})
+    found, placement = logits(path, [NAME, "LLVM", "CPU"], layers={NAME: "0-9"})
     assert ((found - expected) ** 2).sum() < 1e-3 * (expected**2).sum()
     assert np.array_equal(found.argmax(axis=-1), expected.argmax(axis=-1))
     devices = [p.device for p in placement]

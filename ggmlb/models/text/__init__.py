@@ -6,6 +6,7 @@ from ggmlb.models.text.generation import Generation
 from ggmlb.models.text.inside import LogitLens
 from ggmlb.models.text.model import TextModel
 from ggmlb.models.text.perplexity import Perplexity
+from ggmlb.models.text.placement import Placement
 from ggmlb.models.text.sampling import Options
 from ggmlb.models.text.session import Session
 
@@ -17,6 +18,7 @@ __all__ = [
     "LogitLens",
     "Options",
     "Perplexity",
+    "Placement",
     "Session",
     "TextModel",
 ]

@@ -17,7 +17,7 @@ class Cost(NamedTuple):
 
     Attributes:
         read: Bytes of the matrices that it multiplies by.
-        kept: Bytes of the keys and values that attention reads, of a whole context.
+        kv_read: Bytes of the keys and values that attention reads, of a whole context.
         copied: Bytes that are copied to it from other memory, or between the devices that share its work.
         calls: Transfers of these.
         launches: Nodes that are computed.
@@ -25,7 +25,7 @@ class Cost(NamedTuple):
     """
 
     read: int = 0
-    kept: int = 0
+    kv_read: int = 0
     copied: int = 0
     calls: int = 0
     launches: int = 0
@@ -70,8 +70,8 @@ class TokenCosts:
 
     def _of_node(self, node: Tensor, streams: tuple[Backend, ...]) -> Iterator[Cost]:
         if node.op is Op.FLASH_ATTN_EXT:
-            for kept in (node.operand(1), node.operand(2)):
-                yield Cost(kept=kept.nbytes, seconds=self._reading(kept, streams))
+            for kv_read in (node.operand(1), node.operand(2)):
+                yield Cost(kv_read=kv_read.nbytes, seconds=self._reading(kv_read, streams))
         elif node.op in (Op.MUL_MAT, Op.MUL_MAT_ID):
             weight, share = node.operand(0), self._share if node.op is Op.MUL_MAT_ID else 1.0
             yield Cost(read=round(weight.nbytes * share), seconds=share * self._reading(weight, streams))

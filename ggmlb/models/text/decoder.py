@@ -225,7 +225,7 @@ class Decoder(BaseDecoder[KvMemory]):
 
     Args:
         cache: Experts in devices' memory, or `None`; the others as for `BaseDecoder`.
-        kv_home: Where attention is computed, if not on each layer's device.
+        kv_moved: Where attention of a layer is computed, if not on the layer's device.
     """
 
     def __init__(
@@ -237,11 +237,11 @@ class Decoder(BaseDecoder[KvMemory]):
         changes: Changes,
         n_ubatch: int = 0,
         cache: ExpertCache | None = None,
-        kv_home: Backend | None = None,
+        kv_moved: Mapping[int, Backend] | None = None,
     ) -> None:
         super().__init__(config, weights, memory, backends, changes, n_ubatch)
         self._cache = cache
-        self._kv_home = kv_home
+        self._kv_moved = kv_moved or {}
         self._windows = (0, config.window) if config.window else (0,)
 
     def reserve(self) -> None:
@@ -330,10 +330,10 @@ class Decoder(BaseDecoder[KvMemory]):
     def _new_graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
         sizes = (n_tokens, n_out, n_kv)
         graph = TextGraph(self._config, self._weights, self._memory, *sizes, self._cache, self.changes)
-        if self._kv_home is not None:
-            for layer in graph.layers:
+        for layer, home in self._kv_moved.items():
+            if layer in graph.layers:
                 heads = graph.named[f"blk.{layer}.attn_heads"].tensor
-                self._runs.scheduler.set_tensor_backend(heads, self._kv_home)
+                self._runs.scheduler.set_tensor_backend(heads, home)
         return graph
 
     def _token_graph(self) -> TextGraph:

@@ -79,6 +79,10 @@ class ModelLayout:
                     "model is a variant that is not known"
                 )
 
+    def names(self) -> Iterator[str]:
+        """Yield the names of all weights, as graphs use them."""
+        return (name for part in self._all() for name in part)
+
     def _all(self) -> Iterator[dict[str, Source]]:
         yield self.embeddings
         yield self.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, BufferType, DType, Scheduler
+from ggmlb import Backend, DType, Scheduler
 from ggmlb.core.arguments import alias, checked_methods, named
 from ggmlb.core.errors import AllocationError, ArgumentError, FreedError, ModelError
 from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.models.devices import ModelOnDevices
 from ggmlb.models.gguf.summary import facts as gguf_facts
 from ggmlb.models.gguf.vocabulary import Vocabulary
-from ggmlb.models.layers import Layers, held
+from ggmlb.models.layers import held
 from ggmlb.models.summary import Summary
 from ggmlb.models.text.adapter import Adapter, AdapterFile, NewFactors
 from ggmlb.models.text.changes import Changes
@@ -34,15 +35,16 @@ from ggmlb.models.text.compare import (
     token_difference,
 )
 from ggmlb.models.text.decoder import Array, Floats
-from ggmlb.models.text.fit import Wishes, open_planner
 from ggmlb.models.text.generation import Engine, Generation, Request
 from ggmlb.models.text.inside import LogitLens, first_not_finite, lens, matching, traced
-from ggmlb.models.text.parts import Parts
+from ggmlb.models.text.loaded_model import LoadedModel
 from ggmlb.models.text.perplexity import Perplexity, perplexity
+from ggmlb.models.text.placement import Placement
+from ggmlb.models.text.planner import open_planner
 from ggmlb.models.text.sampling import Options, changed
 from ggmlb.models.text.session import Session, fingerprint
+from ggmlb.models.text.strategies import with_strategy
 from ggmlb.models.text.training import Training, TrainingGraph
-from ggmlb.models.text.ways import LAYERS, planner_in
 from ggmlb.optimize import AdamW
 
 if TYPE_CHECKING:
@@ -69,56 +71,43 @@ alias("Prompt", "str | Sequence[int] | Sequence[Message]")
 class TextModel(ModelOnDevices):
     """Generates text with a GGUF model.
 
-    The weights of each layer lie in the memory of its device, and each layer runs where its weights are. A
-    context manager: leaving it frees the devices. Threads may share it, and callbacks may use it: batches
-    take turns; a session is for one call at a time, and while a thread trains, no other may use the model.
-    On the CPU, embeddings and what is not packed are used where they lie in the file: leave that as it is
-    meanwhile.
+    Each layer runs on the device that has its weights. A context manager, which frees the devices on exit.
+    Threads may share it, and callbacks may use it: batches take turns; a session is for one call at a time,
+    and while a thread trains, no other may use the model. The CPU reads embeddings and unpacked weights from
+    the mapped file, which must not be modified meanwhile.
+
+    Example: `TextModel("model.gguf", ["CUDA0", "CPU"])`
 
     Args:
-        path: The GGUF file; of a model that is split, the first.
-        devices: Names, as `["OpenCL0", "CPU"]`, highest priority first; the last one takes what no other
-            runs. By default the first GPU, accelerators in the CPU's memory (LLVM), and the CPU.
-        layers_on: The layers on each device, as `{"OpenCL0": "0-9"}`; see `assign_layers`.
-        gpu_layers: In place of `layers_on`: so many of the last layers, and the output, lie on the first
-            device, the others on the second.
-        n_ctx: Tokens of all sequences together whose keys and values are kept; by default what the model was
-            trained for, at most 4096. A recurrent model keeps states of 16 sequences, each of so many tokens.
-            Must be given where that takes more than 256 MiB and 8 times the bytes of the weights.
-        kv_type: Type of keys and values: `"f16"`, `"q8_0"`, `"q4_0"` or `"f32"`. States of recurrent models
-            are f32.
-        override_tensors: Other memory for some weights, by regular expression: `{"exps": "CPU"}` keeps
-            experts on the CPU.
-        expert_cache: Memory for the experts used most on the devices of their layers [bytes]; all of them
-            are in host memory then. See `experts`.
-        threads: Threads that compute on processors; all by default.
-        n_ubatch: Tokens of a prompt's parts in a pipeline: one device computes a part while the next one
-            computes the part before, at most 512; by default there is no pipeline. For layers on several
+        path: The GGUF file; of a split model, the first part.
+        devices: Short for `placement=Placement(devices)`: names, as `["OpenCL0", "CPU"]`, highest priority
+            first.
+        placement: The devices, and which parts of the model go to each; by default as many layers as fit go
+            to the first device, the next ones to the second, and so on.
+        n_ctx: Context size of all sequences together [tokens]; by default that of the model's training, at
+            most 4096. A recurrent model has states of 16 sequences, each of up to `n_ctx` tokens. Required
+            if the KV cache would take more than 256 MiB and 8 times the bytes of the weights.
+        kv_type: Type of the KV cache: `"f16"`, `"q8_0"`, `"q4_0"` or `"f32"`. States of recurrent models are
+            f32.
+        threads: CPU threads; all by default.
+        n_ubatch: Tokens per step of a pipeline, at most 512: while a device computes one step of a prompt,
+            the next device computes the step before. By default there is no pipeline. For layers on several
             devices that compute asynchronously (CUDA, OpenCL).
-        cpu_experts: Experts are on the processor, those of all layers or of so many of the first, where they
-            are used as the other weights there.
-        kv_on: The device that keeps all keys and values and computes attention; by default each layer's.
-        adapters: LoRA adapters that are loaded at once, with their scales, as by `load_adapter`.
-        memory_limits: Most bytes on a device, as `{"OpenCL0": 200 << 20}`; by default what is free.
-        way: How devices hold the model, where neither `layers_on` nor `gpu_layers` are given: `"layers"`
-            (whole ones, the devices being filled in their order), `"fastest"` (the fastest device first),
-            `"shared"` (each layer on several devices), `"rows"` (rows of matrices on several), or `"best"`:
-            that of them which takes least time by measured rates.
-        fit: Whether layers and experts that do not fit a device with memory of its own lie on the next one,
-            where neither `layers_on` nor `gpu_layers` are given.
+        adapters: LoRA adapters to load, with their scales; see `load_adapter`.
 
     Attributes:
         config: The model's sizes.
-        experts: The cache of experts, with its hits and misses; `None` without `expert_cache`.
+        experts: The cache of experts, with its hits and misses; `None` without `Placement.expert_cache`.
         file: The GGUF file.
-        placement: Where everything lies.
-        n_ctx: Tokens that the memory of keys and values holds.
+        placement: The device of each part.
+        n_ctx: The context size [tokens].
         load_seconds: Time that loading took [s].
 
     Raises:
-        ModelError: The file is missing, corrupt, or of an architecture that is not known.
+        ModelError: The file is missing, corrupt, or of an unknown architecture.
         RegistryError: No device has one of the names.
-        ArgumentError: A device is named twice, there is no such layer, or an override is none.
+        ArgumentError: Devices are given twice, a device is named twice, the model lacks a layer, or an
+            override or strategy is not possible.
         DTypeError: `kv_type` is no type.
         AllocationError: A device lacks room.
     """
@@ -127,50 +116,40 @@ class TextModel(ModelOnDevices):
         self,
         path: str | PathLike[str],
         devices: Sequence[str] | None = None,
-        layers_on: Mapping[str, Layers] | None = None,
-        gpu_layers: int | None = None,
+        placement: Placement | None = None,
+        *,
         n_ctx: int | None = None,
         kv_type: DType | str = DType.F16,
-        override_tensors: Mapping[str, str | BufferType] | None = None,
-        expert_cache: int | None = None,
         threads: int | None = None,
         n_ubatch: int | None = None,
-        *,
-        cpu_experts: bool | int = False,
-        kv_on: str | None = None,
         adapters: Sequence[tuple[str | PathLike[str], float]] = (),
-        memory_limits: Mapping[str, int] | None = None,
-        way: str = LAYERS,
-        fit: bool = True,
     ) -> None:
         start = perf_counter()
-        wishes = Wishes(
-            layers_on,
-            gpu_layers,
-            cpu_experts,
-            kv_on,
-            override_tensors,
-            memory_limits or {},
-            fit,
-            adapters=tuple(Path(path) for path, _ in adapters),
-        )
+        requested = placement or Placement()
+        if devices is not None:
+            if requested.devices is not None:
+                raise ArgumentError("TextModel: devices are given twice; give them in the placement alone")
+            requested = replace(requested, devices=devices)
+        files = [Path(adapter) for adapter, _ in adapters]
         with ExitStack() as resources:
-            asked = open_planner(resources, path, devices, wishes, n_ctx, kv_type, n_ubatch, expert_cache)
-            self._planner = planner = planner_in(resources, asked, way)
-            self.file, self.config, self.n_ctx = planner.file, planner.config, planner.room.n_ctx
+            asked = open_planner(resources, path, requested, n_ctx, kv_type, n_ubatch, files)
+            self._planner = planner = with_strategy(resources, asked)
+            self.file, self.config, self.n_ctx = planner.file, planner.config, planner.params.n_ctx
             self._backends = tuple(planner.backends.values())
             if threads is not None:
                 _set_threads(self._backends, threads)
             self.placement = planner.choose()
             self._changes = Changes(self.config.n_layer, self.config.n_embd)
-            self._parts = Parts(planner.layout, planner.backends, self.placement, planner.room, self._changes)
-            resources.callback(self._parts.free)
+            self._loaded = LoadedModel(
+                planner.layout, planner.backends, self.placement, planner.params, self._changes
+            )
+            resources.callback(self._loaded.free)
             for adapter, scale in adapters:
-                self._parts.load_adapter(AdapterFile(Path(adapter)), scale)
-            self._engine = Engine(self._parts.decoder, self._parts.memory, self._not_finite)
+                self._loaded.load_adapter(AdapterFile(Path(adapter)), scale)
+            self._engine = Engine(self._loaded.decoder, self._loaded.memory, self._not_finite)
             self._lock = self._engine.lock
             self._resources = resources.pop_all()
-        self.experts = self._parts.experts
+        self.experts = self._loaded.experts
         self.load_seconds = perf_counter() - start
 
     # -- facts ---------------------------------------------------------------------------------
@@ -193,8 +172,8 @@ class TextModel(ModelOnDevices):
             FreedError: The model was closed.
         """
         self._check("memory")
-        events = self._parts.adapter_events
-        return MemoryReport(self._planner.forecast(self.placement, events), self._parts.table)
+        events = self._loaded.adapter_events
+        return MemoryReport(self._planner.forecast(self.placement, events), self._loaded.table)
 
     def summary(self) -> Summary:
         """Return what the model is, which device holds what, and the memory of each.
@@ -204,7 +183,7 @@ class TextModel(ModelOnDevices):
         """
         memory, facts = self.memory, gguf_facts(self.file)
         kept = f"{self.n_ctx:,} tokens" + (
-            "" if self.config.state else f" in {self._planner.room.kv_type.name}"
+            "" if self.config.state else f" in {self._planner.params.kv_type.name}"
         )
         about = {
             "architecture": f"{self.config.name}, {self.config.n_layer} layers of {self.config.n_embd}",
@@ -395,7 +374,7 @@ class TextModel(ModelOnDevices):
             FreedError: The model was closed.
         """
         self._check("load_adapter")
-        return self._parts.load_adapter(AdapterFile(Path(path), trainable), scale)
+        return self._loaded.load_adapter(AdapterFile(Path(path), trainable), scale)
 
     def new_adapter(
         self,
@@ -420,7 +399,7 @@ class TextModel(ModelOnDevices):
         self._check("new_adapter")
         if rank < 1:
             raise ArgumentError(f"new_adapter: the rank is {rank}; give 1 or more")
-        return self._parts.load_adapter(
+        return self._loaded.load_adapter(
             NewFactors(targets, rank, 2.0 * rank if alpha is None else alpha, seed)
         )
 
@@ -469,7 +448,7 @@ class TextModel(ModelOnDevices):
             raise ArgumentError(
                 f"training: n_ctx is {n_ctx}; the model was made for sequences of up to {most}"
             )
-        graph = TrainingGraph(self.config, self._parts.tensors, n_ctx, n_batch, self._changes)
+        graph = TrainingGraph(self.config, self._loaded.tensors, n_ctx, n_batch, self._changes)
         return Training(graph, self.backends, adapter, optimizer, opt_period, seed)
 
     def finetune(
@@ -687,7 +666,7 @@ class TextModel(ModelOnDevices):
         node, device = found or ("", "")
         where = f", first in {node!r} on {device}" if found else ""
         layer = ".".join(node.split(".")[:2]) + "." if node.startswith("blk.") else ""
-        weights = self._parts.weights
+        weights = self._loaded.weights
         for prefix in (f"{node}.", layer, "rope_") if layer else ("",):
             if (weight := weights.not_finite(prefix)) is not None:
                 return ModelError(
@@ -701,7 +680,7 @@ class TextModel(ModelOnDevices):
     def _check(self, call: str) -> None:
         if self.is_freed:
             raise FreedError(f"{call}: this model was closed")
-        self._parts.weights.check_mapped()
+        self._loaded.weights.check_mapped()
 
 
 def _set_threads(backends: Sequence[Backend], n: int) -> None:

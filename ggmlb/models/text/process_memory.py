@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ggmlb.models.text.fit import Fit, Planner
+    from ggmlb.models.text.planner import Fit, Planner
 
 PER_WORD = 160
 """Bytes of a word of the vocabulary: its text, its number, and its place in tables."""
@@ -50,6 +50,6 @@ def process_memory(planner: Planner, fit: Fit, n_threads: int) -> ProcessMemory:
         cost = costs[name]
         has_kernels = any(not stream.default_buffer_type.is_host for stream in backend.streams)
         graphs += N_GRAPHS * cost.launches * (PER_NODE + (PER_KERNEL if has_kernels else 0))
-        if (cost.read or cost.kept) and any(s.device.reg.name == "CPU" for s in backend.streams):
+        if (cost.read or cost.kv_read) and any(s.device.reg.name == "CPU" for s in backend.streams):
             scratch = PER_THREAD * n_threads
     return ProcessMemory(PER_WORD * config.n_vocab, 4 * N_SEQUENCES * config.n_vocab, graphs, scratch)

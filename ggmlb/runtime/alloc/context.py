@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from ggmlb.core.arguments import checked, checked_methods
 from ggmlb.core.context import Context
@@ -60,6 +61,9 @@ class TensorAllocator:
             )
         tensor_alloc(buffer, tensor, self.used)
         self.used += size
+
+
+Home = TypeVar("Home")
 
 
 @checked
@@ -168,10 +172,8 @@ def _by_memory(
 
 
 @checked
-def override_for(
-    name: str, overrides: Mapping[str, Backend | BufferType] | None
-) -> Backend | BufferType | None:
-    """Return the buffer type of the first pattern found in a tensor's name, or `None`.
+def override_for(name: str, overrides: Mapping[str, Home] | None) -> Home | None:
+    """Return the value of the first pattern found in a tensor's name, or `None`.
 
     Raises:
         ArgumentError: A pattern is not a regular expression.

@@ -10,7 +10,7 @@ How a graph is compiled is `ggmlb.runtime.compile`.
 
 from ggmlb.runtime.compile.assign import Cause
 from ggmlb.runtime.compile.split import Split, SplitInput
-from ggmlb.runtime.scheduler.report import Placement
+from ggmlb.runtime.scheduler.report import NodePlacement
 from ggmlb.runtime.scheduler.scheduler import Scheduler
 
-__all__ = ["Cause", "Placement", "Scheduler", "Split", "SplitInput"]
+__all__ = ["Cause", "NodePlacement", "Scheduler", "Split", "SplitInput"]

@@ -1,4 +1,4 @@
-"""Placement report: the device and cause of each node, as data and as text."""
+"""NodePlacement report: the device and cause of each node, as data and as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class NodePlacement:
     """The placement of one node.
 
     Attributes:
@@ -46,7 +46,7 @@ class Placement:
     copies: tuple[str, ...] = ()
 
 
-def placements(graph: Graph, executable: Executable) -> list[Placement]:
+def placements(graph: Graph, executable: Executable) -> list[NodePlacement]:
     """Return one record for each computed node, in order."""
     index = {node: i for i, node in enumerate(graph.nodes)}
     records = []
@@ -56,7 +56,7 @@ def placements(graph: Graph, executable: Executable) -> list[Placement]:
             if node.op in NO_OPS:
                 continue
             records.append(
-                Placement(
+                NodePlacement(
                     node=node.name or f"{node.op_desc().lower()}_{index[node]}",
                     op=node.op_desc(),
                     device=split.backend.name,

@@ -20,7 +20,7 @@ from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.compile.assign import AssignRules
 from ggmlb.runtime.scheduler.cache import ExecutableCache
 from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
-from ggmlb.runtime.scheduler.report import Placement, memory_report, placements, record_fallbacks, render
+from ggmlb.runtime.scheduler.report import NodePlacement, memory_report, placements, record_fallbacks, render
 from ggmlb.system import log
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Scheduler(Freeable):
         return len(self._executable.splits) if self._executable else 0
 
     @property
-    def placement(self) -> list[Placement]:
+    def placement(self) -> list[NodePlacement]:
         """The device, cause, other devices' reasons, and copies of each node of the last graph."""
         if self._graph is None or self._executable is None:
             return []

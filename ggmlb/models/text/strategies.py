@@ -1,4 +1,4 @@
-"""Ways in which devices can hold a language model, with the time of a token and the memory of each."""
+"""Parallel strategies: how several devices share a language model, with predicted time and memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+from typing import Any
 
 from ggmlb import Backend, Device, DType
 from ggmlb.core.errors import AllocationError, ArgumentError, Error, did_you_mean
@@ -17,35 +18,35 @@ from ggmlb.models.devices import split_rows
 from ggmlb.models.layers import OUTPUT
 from ggmlb.models.rates import N_WEIGHTS, Rates, rates_of
 from ggmlb.models.text.cost import Cost
-from ggmlb.models.text.fit import Fit, Planner
-from ggmlb.models.text.parts import is_expert
+from ggmlb.models.text.placement import is_expert
+from ggmlb.models.text.planner import Fit, Planner
 
-LAYERS, FASTEST, SHARED, ROWS = "layers", "fastest", "shared", "rows"
-WAYS: Mapping[str, str] = {
-    LAYERS: "whole layers on each device, in the order in which these are named",
-    FASTEST: "the same, the fastest device first",
-    SHARED: "each layer on several devices (`A+B`)",
-    ROWS: "rows of the matrices on several devices, the rest of a layer on one (`A_Split`)",
+LAYER, FASTEST, TENSOR, ROW = "layer", "fastest", "tensor", "row"
+STRATEGIES: Mapping[str, str] = {
+    LAYER: "whole layers on each device, filled in the order in which the devices are named",
+    FASTEST: "whole layers, the fastest device filled first",
+    TENSOR: "each layer on several devices (`A+B`, tensor parallelism)",
+    ROW: "rows of the matrices on several devices, the rest of a layer on one (`A_Split`)",
 }
-"""The ways, in words."""
+"""The strategies by name, the first two of which are llama.cpp's `--split-mode layer`."""
 
 BEST = "best"
-"""The way that takes least time of those that fit."""
+"""The strategy with the least predicted time of a token among those that fit."""
 
-NO_CHOICE = "it is said where layers lie, or there is one memory"
+NO_CHOICE = "the layers of each device are given, or there is one memory only"
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way, planned.
+class ParallelStrategy:
+    """A planned strategy.
 
     Attributes:
-        name: Of `WAYS`.
-        planner: Over its devices; `None` where there is no such way.
+        name: A key of `STRATEGIES`.
+        planner: Plans over its devices; `None` where the strategy is not possible.
         fit: Its placement and memory.
-        costs: What a token costs each device.
+        costs: The cost of a token on each device.
         short: Bytes that devices lack.
-        why: Why there is no such way.
+        why: Why the strategy is not possible.
     """
 
     name: str
@@ -57,20 +58,20 @@ class Way:
 
     @property
     def time(self) -> float:
-        """The time of a token [s], whether the way fits or not; 0 where it is not known."""
+        """The predicted time of a token [s], also if it does not fit; 0 where it is not known."""
         return sum(cost.seconds for cost in self.costs.values())
 
 
-class Ways:
-    """Plans the ways of a model over some devices.
+class StrategyPlanner:
+    """Plans the strategies of a model over some devices.
 
     Args:
         resources: Closes the devices that are opened.
-        planner: The model, over the devices that were named, as it was asked for.
-        declared: Weights that devices read, by name, in place of what is measured [bytes/s].
+        planner: Plans the model over the devices that were named.
+        declared: Bandwidths of devices by name, in place of measured ones [bytes/s].
 
     Raises:
-        ArgumentError: A rate is declared of a device that the model does not have.
+        ArgumentError: A bandwidth is declared of a device that the model does not have.
     """
 
     def __init__(
@@ -86,76 +87,80 @@ class Ways:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is a choice: several memories, and nothing said about layers."""
+        """Whether there is a choice: several memories, and no layers requested."""
         return len(self._planner.free) > 1 and self._planner.is_open
 
-    def planned(self) -> list[Way]:
-        """Return all ways, or as it was asked for where there is no choice.
+    def planned(self) -> list[ParallelStrategy]:
+        """Return all strategies, or the request alone where there is no choice.
 
         Raises:
             AllocationError: A device lacks room to measure it.
         """
-        return [self._planned(name) for name in (WAYS if self.are_several else (LAYERS,))]
+        return [self._planned(name) for name in (STRATEGIES if self.are_several else (LAYER,))]
 
     def planner_of(self, name: str) -> Planner:
-        """Return a planner of a way, or of the best.
+        """Return a planner of a strategy, or of the best.
 
         Raises:
-            ArgumentError: There is no such way.
+            ArgumentError: The strategy is unknown or not possible.
             AllocationError: A device lacks room to measure it.
         """
-        if name == LAYERS or (name == BEST and not self.are_several):
+        if name == LAYER or (name == BEST and not self.are_several):
             return self._planner
-        ways = self.planned() if name == BEST else [self._planned(each) for each in WAYS if each == name]
-        found = self.taken(name, ways)
+        planned = (
+            self.planned() if name == BEST else [self._planned(each) for each in STRATEGIES if each == name]
+        )
+        found = self.taken(name, planned)
         assert found.planner is not None
         return found.planner
 
     @staticmethod
-    def taken(name: str, ways: Sequence[Way]) -> Way:
-        """Return the way of a name among those that were planned, or the best: if none fits, the first.
+    def taken(name: str, planned: Sequence[ParallelStrategy]) -> ParallelStrategy:
+        """Return the planned strategy of a name, or the best one: if none fits, the first.
 
         Raises:
-            ArgumentError: There is none.
+            ArgumentError: The strategy is unknown or not possible.
         """
         if name == BEST:
-            return min(ways, key=lambda way: inf if way.fit is None or way.short else way.time)
-        found = next((way for way in ways if way.name == name), None)
+            return min(planned, key=lambda each: inf if each.fit is None or each.short else each.time)
+        found = next((each for each in planned if each.name == name), None)
         if found is None or found.planner is None:
-            unknown = NO_CHOICE if name in WAYS else "there is none" + did_you_mean(name, (BEST, *WAYS))
-            raise ArgumentError(f"way {name!r}: {found.why if found else unknown}")
+            known = (BEST, *STRATEGIES)
+            unknown = NO_CHOICE if name in known else f"it is not one of {', '.join(known)}"
+            hint = "" if name in known else did_you_mean(name, known)
+            raise ArgumentError(f"strategy {name!r}: {found.why if found else unknown + hint}")
         return found
 
     @cached_property
     def _rates(self) -> dict[Device, Rates]:
         return rates_of(self._devices, commonest(self._planner), self._declared)
 
-    def _planned(self, name: str) -> Way:
+    def _planned(self, name: str) -> ParallelStrategy:
         try:
-            planner = self._planner if name == LAYERS else self._other(name)
+            planner = self._planner if name == LAYER else self._other(name)
             fit = planner.best()
             costs = planner.costs(fit.placement, self._rates if self.are_several else {})
         except Error as error:
-            if name == LAYERS or isinstance(error, AllocationError):
+            if name == LAYER or isinstance(error, AllocationError):
                 raise
-            return Way(name, why=str(error))
-        return Way(name, planner, fit, costs, planner.lacks(fit.table))
+            return ParallelStrategy(name, why=str(error))
+        return ParallelStrategy(name, planner, fit, costs, planner.lacks(fit.table))
 
     def _other(self, name: str) -> Planner:
-        """Return a planner of any way but the first.
+        """Return a planner of any strategy but the first.
 
         Raises:
-            ArgumentError: There is none.
+            ArgumentError: It is not possible.
         """
         if not self.are_several:
             raise ArgumentError(NO_CHOICE)
         if name == FASTEST:
             return self._fastest()
-        return self._shared() if name == SHARED else self._rows()
+        return self._tensor() if name == TENSOR else self._row()
 
-    def _over(self, names: Sequence[str], **wishes: object) -> Planner:
-        asked = replace(self._planner.wishes, **wishes)  # type: ignore[arg-type]
-        return self._planner.over(self._resources, names, asked)
+    def _over(self, names: Sequence[str], order: Sequence[str] = (), **changes: Any) -> Planner:
+        requested = replace(self._planner.requested, **changes)
+        return self._planner.over(self._resources, names, requested, order)
 
     def _fastest(self) -> Planner:
         def read(name: str) -> float:
@@ -164,7 +169,7 @@ class Ways:
         order = sorted(self._planner.order, key=read, reverse=True)
         if order == self._planner.order:
             raise ArgumentError("the devices are named in this order")
-        return self._over(list(self._planner.backends), order=tuple(order))
+        return self._over(list(self._planner.backends), order)
 
     def _cards(self) -> dict[str, Device]:
         """Devices with memory of their own, by name."""
@@ -177,7 +182,7 @@ class Ways:
     def _is_host(backend: Backend) -> bool:
         return all(stream.default_buffer_type.is_host for stream in backend.streams)
 
-    def _shared(self) -> Planner:
+    def _tensor(self) -> Planner:
         cards, names = list(self._cards()), list(self._planner.backends)
         if any(len(self._planner.backends[name].streams) > 1 for name in names):
             raise ArgumentError("devices share layers already")
@@ -185,7 +190,7 @@ class Ways:
         members = cards if len(cards) > 1 or host is None else [*cards, host]
         return self._over(["+".join(members), *(name for name in names if name not in cards)])
 
-    def _rows(self) -> Planner:
+    def _row(self) -> Planner:
         cards = self._cards()
         first, device = next(iter(cards.items()))
         alike = [name for name, card in cards.items() if card.reg is device.reg]
@@ -202,10 +207,10 @@ class Ways:
             """The last `n` layers, and the output on a device."""
             layers = range(n_layer - n, n_layer)
             pattern = self._matrices(layers, output == first)
-            overrides = {**(self._planner.wishes.override_tensors or {}), pattern: memory}
+            overrides = {**(self._planner.requested.overrides or {}), pattern: memory}
             places = {first: [*layers, *([OUTPUT] if output == first else [])]}
             places.setdefault(names[-1], []).extend([] if output == first else [OUTPUT])
-            return self._over(names, layers_on=places, override_tensors=overrides)
+            return self._over(names, layers=places, overrides=overrides)
 
         whole = with_layers(n_layer, first)
         if whole.best_fits():
@@ -230,11 +235,20 @@ def _most(fits: Callable[[int], bool], n: int) -> int:
     return bisect_left(range(1, n + 1), True, key=lambda i: not fits(i))
 
 
-def planner_in(resources: ExitStack, planner: Planner, way: str) -> Planner:
-    """Return a planner of a way, over devices that `resources` closes; errors as `Ways.planner_of`."""
+def with_strategy(resources: ExitStack, planner: Planner) -> Planner:
+    """Return a planner of the requested strategy, over devices that `resources` closes.
+
+    Raises:
+        Error: As `StrategyPlanner.planner_of`.
+    """
+    name = planner.requested.layers
+    if not isinstance(name, str):
+        return planner
     with ExitStack() as others:
-        found = Ways(others, planner).planner_of(way)
-    return planner if found is planner else planner.over(resources, list(found.backends), found.wishes)
+        found = StrategyPlanner(others, planner).planner_of(name)
+    if found is planner:
+        return planner
+    return planner.over(resources, list(found.backends), found.requested, found.order)
 
 
 def commonest(planner: Planner) -> tuple[DType, tuple[int, int]]:

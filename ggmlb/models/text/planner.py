@@ -1,31 +1,34 @@
-"""Planner: chooses where the parts of a language model lie, so that each device has room for its own."""
+"""Planner: chooses the device of each part of a language model, so that all of them fit."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb import Backend, BufferType, DType, planned_memory
+from ggmlb import Backend, DType, planned_memory
 from ggmlb.core.errors import AllocationError, ArgumentError, ModelError
 from ggmlb.interface.memory_table import HOST, MemoryTable, Space, device_of
-from ggmlb.models.devices import device_names, memory_overrides, open_device
+from ggmlb.models.devices import device_names, open_device, resolved_overrides
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT, Layers, assign_layers
 from ggmlb.models.text.adapter import AdapterFile, FactorSource
+from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.cost import Cost
 from ggmlb.models.text.decoder import N_BATCH
 from ggmlb.models.text.layout import ModelLayout
+from ggmlb.models.text.loaded_model import LoadedModel
 from ggmlb.models.text.memory import KvMemory
-from ggmlb.models.text.parts import ModelPlacement, Parts, Room, is_expert, planned_parts
+from ggmlb.models.text.placement import KV_NAMES, Placement, ResolvedPlacement, is_expert
 from ggmlb.models.text.shards import Shards
 from ggmlb.models.text.states import StateMemory
 from ggmlb.models.weights import Source, Weights
+from ggmlb.runtime.alloc import override_for
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -34,98 +37,86 @@ if TYPE_CHECKING:
     from ggmlb.models.rates import Rates
 
 MOST_CTX = 1 << 26
-"""Most tokens that can be asked for: more than models are trained for."""
+"""Largest context size [tokens]: more than models are trained for."""
 
 N_CTX = 4096
-"""Tokens that the memory of keys and values holds by default, if the model was trained for so many."""
+"""Largest default context size [tokens]; the model's own if that is smaller."""
 
 KV_NBYTES, KV_SHARE = 1 << 28, 8
 """Largest KV cache by default: this many bytes, or this many times the bytes of the weights."""
 
 MARGIN = 1 << 30
-"""Most bytes of a device's free memory that are left to its runtime and to others."""
+"""Most bytes of a device's free memory that are left to its runtime and to other programs."""
 
 N_TRIALS = 12
-"""Most placements that are planned until one fits."""
+"""Most placements that are tried until one fits."""
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """Where the user wants the parts of a model; see `TextModel`.
+class ContextParams:
+    """Sizes of a model's context and batches.
 
     Attributes:
-        layers_on: Layers by device.
-        gpu_layers: In place of `layers_on`: so many of the last layers on the first device.
-        cpu_experts: Whether experts are on the processor; or those of so many of the first layers.
-        kv_on: The device of all keys and values.
-        override_tensors: Other memory for some weights, by regular expression.
-        limits: Most bytes on a device.
-        fits: Whether what is not said is chosen so that all devices have room.
-        order: Devices in the order in which they are filled, if not that of their priority.
-        adapters: LoRA adapters for which there is to be room.
+        n_ctx: Context size, of all sequences together [tokens].
+        kv_type: Type of the KV cache.
+        n_ubatch: Tokens per step of a pipeline; 0: no pipeline.
+        expert_cache: Memory of the cache of experts [bytes]; `None`: no cache.
+        adapters: LoRA adapters to leave room for.
     """
 
-    layers_on: Mapping[str, Layers] | None = None
-    gpu_layers: int | None = None
-    cpu_experts: bool | int = False
-    kv_on: str | None = None
-    override_tensors: Mapping[str, str | BufferType] | None = None
-    limits: Mapping[str, int] = field(default_factory=dict)
-    fits: bool = True
-    order: tuple[str, ...] = ()
+    n_ctx: int
+    kv_type: DType = DType.F16
+    n_ubatch: int = 0
+    expert_cache: int | None = None
     adapters: tuple[Path, ...] = ()
-
-    @property
-    def are_of_layers(self) -> bool:
-        """Whether they say where layers lie."""
-        return self.layers_on is not None or self.gpu_layers is not None
 
 
 class Fit(NamedTuple):
-    """A placement, and the bytes that it takes."""
+    """A placement, and the memory that it takes."""
 
-    placement: ModelPlacement
+    placement: ResolvedPlacement
     table: MemoryTable
 
 
 class Planner:
-    """Plans where the parts of a model lie: by metadata alone, without reading weights.
+    """Plans the placement of a model from metadata alone, without reading weights.
 
-    Devices are filled in the order of their priority, from the last layer to the first, and the last one
-    takes the rest. Of a layer with experts, those leave a device first: a token reads few of them, so that
-    they cost least time by byte. Keys and values stay with their layers, as they cost what weights do. The
-    output lies where most weights are on the first devices: with the last layer, or where it would take the
-    room of more layers, on a later device.
+    Devices are filled in the order of their priority, from the last layer to the first, and the last device
+    takes the rest. The experts of a layer leave a device before whole layers do: a token reads few of them,
+    so that they cost the least time per byte. The KV cache stays with its layers. The output goes to the
+    device that leaves most weights on the first devices: that of the last layer, or a later one where the
+    output would displace layers.
 
     Args:
         layout: The model's sizes and weights.
         backends: A stream on each device, by name; highest priority first.
-        room: How much is kept.
-        wishes: What the user wants.
+        params: Sizes of the context and batches.
+        requested: The placement that the user asked for.
+        order: Devices in the order in which they are filled, if not that of their priority.
 
     Attributes:
-        layout, backends, room, wishes: As given.
+        layout, backends, params, requested: As given.
         file, config: Those of the layout.
         free: Bytes that the model may take, by device; `HOST` for the machine's own memory.
-        asked: The placement as asked for, with all layers on the first device where nothing is said.
+        asked: The placement as requested, with all layers on the first device where layers are open.
         order: One device for each memory, in the order in which they are filled.
 
     Raises:
-        ArgumentError: A wish contradicts another, or names no device of the model.
-        RegistryError: Layers are wanted on a device that is none of the model's.
+        ArgumentError: The request names a device that is not the model's, or a layer that it lacks.
+        RegistryError: Layers are requested on a device that is not the model's.
     """
 
     def __init__(
         self,
         layout: ModelLayout,
         backends: Mapping[str, Backend],
-        room: Room,
-        wishes: Wishes,
+        params: ContextParams,
+        requested: Placement,
+        order: Sequence[str] = (),
     ) -> None:
         self.layout, self.backends = layout, backends
         self.file, self.config = layout.file, layout.config
-        self.room = room
-        self.wishes = wishes
+        self.params, self.requested = params, requested
         self._devices = {  # several for a meta device
             name: tuple(dict.fromkeys(device_of(s.default_buffer_type) for s in b.streams))
             for name, b in backends.items()
@@ -133,14 +124,14 @@ class Planner:
         first: dict[tuple[str, ...], str] = {}
         for name, devices in self._devices.items():
             first.setdefault(devices, name)
-        named = {name: i for i, name in enumerate(wishes.order)}
+        named = {name: i for i, name in enumerate(order)}
         self.order = sorted(first.values(), key=lambda name: named.get(name, len(named)))
         self._layers = range(self.config.n_layer)
         self._limited: set[str] = set()
         self.free = self._free()
         self.asked = self._asked()
 
-    # -- wishes --------------------------------------------------------------------------------
+    # -- the request ---------------------------------------------------------------------------
 
     def _free(self) -> dict[str, float]:
         free: dict[str, float] = {}
@@ -148,38 +139,29 @@ class Planner:
             available, total = stream.device.memory
             margin = min(MARGIN, total // 32)
             free.setdefault(device_of(stream.default_buffer_type), available - margin if total else inf)
-        for name, limit in self.wishes.limits.items():
+        for name, limit in (self.requested.limits or {}).items():
             devices = (name,) if name in free else self._devices.get(name, ())
             if len(devices) != 1:
-                raise ArgumentError(
-                    f"memory_limits: {name!r} is none of the devices; they are {', '.join(free)}"
-                )
+                raise ArgumentError(f"limits: {name!r} is none of the devices; they are {', '.join(free)}")
             free[devices[0]] = limit
             self._limited.add(devices[0])
         return free
 
-    def _asked(self) -> ModelPlacement:
-        """The placement as it is asked for, with all layers on the first device where nothing is said."""
-        wishes, names, n_layer = self.wishes, list(self.backends), self.config.n_layer
-        layers_on = _layers_on(n_layer, names, wishes.layers_on, wishes.gpu_layers)
-        homes = assign_layers(layers_on, names, n_layer, (EMBEDDINGS, OUTPUT))
-        if layers_on is None:
+    def _asked(self) -> ResolvedPlacement:
+        """Return the placement as requested, with all layers on the first device where they are open."""
+        names, n_layer = list(self.backends), self.config.n_layer
+        layers = _by_device(self.requested.layers, n_layer, names)
+        homes = assign_layers(layers, names, n_layer, (EMBEDDINGS, OUTPUT))
+        if layers is None:
             homes |= dict.fromkeys((*self._layers, OUTPUT), self.order[0])
-        if wishes.kv_on is not None and wishes.kv_on not in names:
-            raise ArgumentError(f"kv_on: {wishes.kv_on!r} is no device of the model: {', '.join(names)}")
-        experts = {}
-        if wishes.cpu_experts is not False:
-            n = n_layer if wishes.cpu_experts is True else wishes.cpu_experts
-            if self.config.experts is None:
-                raise ArgumentError(f"cpu_experts: {self.config.name} has no experts")
-            if n < 0:
-                raise ArgumentError(f"cpu_experts is {n}; give True, or 0 or more layers")
-            host = self.host
-            if host is None:
-                raise ArgumentError(f"cpu_experts: none of {', '.join(names)} is a processor; add CPU")
-            experts = dict.fromkeys(range(min(n, n_layer)), host)
-        overrides = memory_overrides(wishes.override_tensors, self.backends)
-        return ModelPlacement(homes, experts, wishes.kv_on, overrides)
+        overrides = resolved_overrides(self.requested.overrides, self.backends)
+        known = [*self.layout.names(), *(f"{kv}.{i}" for kv in KV_NAMES for i in self._layers)]
+        for pattern, where in overrides.items():
+            if not any(override_for(name, {pattern: where}) for name in known):
+                raise ArgumentError(
+                    f"the override {pattern!r} matches no tensor; see the names by ggmlb show"
+                )
+        return ResolvedPlacement(homes, {}, overrides)
 
     @property
     def host(self) -> str | None:
@@ -188,63 +170,73 @@ class Planner:
 
     @property
     def is_open(self) -> bool:
-        """Whether layers may be placed anywhere, and there is a choice or a limit."""
-        wishes = self.wishes
-        return wishes.fits and not wishes.are_of_layers and bool(wishes.limits or set(self.free) - {HOST})
+        """Whether the planner chooses the devices of layers: none are requested, and there is a choice."""
+        is_requested = isinstance(self.requested.layers, (int, Mapping))
+        return not is_requested and bool(self.requested.limits or set(self.free) - {HOST})
 
     # -- plans ---------------------------------------------------------------------------------
 
     def forecast(
-        self, placement: ModelPlacement, adapters: Iterable[tuple[FactorSource, bool]] | None = None
+        self, placement: ResolvedPlacement, adapters: Iterable[tuple[FactorSource, bool]] | None = None
     ) -> MemoryTable:
         """Return the bytes that a placement takes.
 
         Args:
-            placement: Where everything lies.
-            adapters: Those that were loaded (True) or closed (False), in order; by default, those wished for
-                are loaded.
+            placement: The device of each part.
+            adapters: Adapters in the order in which they were loaded (True) or closed (False); by default
+                those of `params` are loaded.
         """
         if adapters is None:
-            adapters = [(AdapterFile(path), True) for path in self.wishes.adapters]
-        with self._planned(placement) as parts:
+            adapters = [(AdapterFile(path), True) for path in self.params.adapters]
+        with self._planned(placement) as model:
             for source, is_loaded in adapters:
                 if is_loaded:
-                    parts.load_adapter(source)
+                    model.load_adapter(source)
                 else:
-                    next(a for a in parts.changes.adapters if a.source is source).close()
-            return parts.table
+                    next(a for a in model.changes.adapters if a.source is source).close()
+            return model.table
 
     def costs(
-        self, placement: ModelPlacement, rates: Mapping[Device, Rates] = MappingProxyType({})
+        self, placement: ResolvedPlacement, rates: Mapping[Device, Rates] = MappingProxyType({})
     ) -> dict[str, Cost]:
         """Return what one token costs each device, with times if the rates of all devices are given."""
-        with self._planned(placement) as parts:
-            return dict(zip(self.backends, parts.decoder.costs(rates), strict=True))
+        with self._planned(placement) as model:
+            return dict(zip(self.backends, model.decoder.costs(rates), strict=True))
 
-    def _planned(self, placement: ModelPlacement) -> AbstractContextManager[Parts]:
-        return planned_parts(self.layout, self.backends, placement, self.room)
+    @contextmanager
+    def _planned(self, placement: ResolvedPlacement) -> Iterator[LoadedModel]:
+        """Context manager that yields the model in planned memory."""
+        with planned_memory():
+            changes = Changes(self.config.n_layer, self.config.n_embd)
+            model = LoadedModel(self.layout, self.backends, placement, self.params, changes)
+            try:
+                yield model
+            finally:
+                model.free()
 
-    def with_room(self, **changes: object) -> Planner:
-        """Return a planner for another context length or type of keys and values."""
-        room = replace(self.room, **changes)  # type: ignore[arg-type]
-        return Planner(self.layout, self.backends, room, self.wishes)
+    def with_params(self, **changes: object) -> Planner:
+        """Return a planner for another context size or type of KV cache."""
+        params = replace(self.params, **changes)  # type: ignore[arg-type]
+        return Planner(self.layout, self.backends, params, self.requested)
 
-    def over(self, resources: ExitStack, names: Sequence[str], wishes: Wishes) -> Planner:
+    def over(
+        self, resources: ExitStack, names: Sequence[str], requested: Placement, order: Sequence[str] = ()
+    ) -> Planner:
         """Return a planner of the same model over other devices, which `resources` closes.
 
         Raises:
             ArgumentError: Devices that differ share layers with experts; or as `Planner`.
             RegistryError: No device has one of the names.
         """
-        return planner_over(resources, self.layout, names, self.room, wishes)
+        return _planner_over(resources, self.layout, names, self.params, requested, order)
 
     def lacks(self, table: MemoryTable, is_strict: bool = True) -> dict[str, int]:
         """Return the bytes that devices lack.
 
         Args:
-            table: What a placement takes.
-            is_strict: Whether to count the machine's own memory, of which files that are mapped can be given
-                back, where no limit is posed for it.
+            table: The memory of a placement.
+            is_strict: Whether to count the machine's own memory where it has no limit, although the system
+                can reclaim the pages of mapped files.
         """
         counted = set(self.free) - {HOST} | self._limited
         devices = set(self.free) if is_strict else counted
@@ -252,66 +244,62 @@ class Planner:
         return {device: int(n) for device, n in short.items() if n > 0}
 
     def largest_context(self) -> int:
-        """Return the most tokens that fit: a multiple of 256, up to what the model was trained for.
+        """Return the largest context size that fits: a multiple of 256 tokens.
 
-        Or up to as many as were asked for, if these are more.
+        At most that of the model's training, or the requested one if that is larger.
         """
-        most = max(self.config.n_ctx_train, self.room.n_ctx) // 256
+        most = max(self.config.n_ctx_train, self.params.n_ctx) // 256
         low = 0
         while low < most:
             n = (low + most + 1) // 2
-            low, most = (n, most) if self.with_room(n_ctx=256 * n).best_fits() else (low, n - 1)
+            low, most = (n, most) if self.with_params(n_ctx=256 * n).best_fits() else (low, n - 1)
         return 256 * low
 
     def most_gpu_layers(self) -> int | None:
-        """Return how many of the last layers fit the first device, with the rest on the second; `None`: none.
-
-        What else is wished for stays.
-        """
+        """Return the largest `layers` (a number) that fits, the request being else the same; `None`: none."""
         for n in range(self.config.n_layer, -1, -1):
-            wishes = replace(self.wishes, gpu_layers=n, layers_on=None)
-            other = Planner(self.layout, self.backends, self.room, wishes)
+            other = Planner(self.layout, self.backends, self.params, replace(self.requested, layers=n))
             if other.best_fits():
                 return n
         return None
 
     def best_fits(self) -> bool:
-        """Whether the placement that is asked for fits, or any where nothing is said."""
+        """Whether the requested placement fits, or any placement where layers are open."""
         return not self.lacks(self.best().table)
 
     def best(self) -> Fit:
-        """Return the placement as asked, or where nothing is said the one that fits best."""
+        """Return the requested placement, or where layers are open the one that fits best."""
         return self.fit() if self.is_open else Fit(self.asked, self.forecast(self.asked))
 
-    def choose(self) -> ModelPlacement:
-        """Return the placement as asked, or where nothing is said the one that fits.
+    def choose(self) -> ResolvedPlacement:
+        """Return the requested placement, or where layers are open one that fits.
 
         Raises:
             AllocationError: A device lacks room.
         """
-        if not self.is_open and not self.wishes.limits:
+        if not self.is_open and not self.requested.limits:
             return self.asked
         found = self.best()
         short = self.lacks(found.table, is_strict=False)
         if short:
-            told = ", ".join(
+            needs = ", ".join(
                 f"{device} needs {found.table.total(device):,} bytes and has {int(self.free[device]):,}"
                 for device in short
             )
             raise AllocationError(
-                f"{self.file.path} does not fit: {told}; `ggmlb fit` tells what would",
+                f"{self.file.path} does not fit: {needs}; `ggmlb fit` shows options with which it would",
                 asked=found.table.total(next(iter(short))),
                 free=int(self.free[next(iter(short))]),
             )
         return found.placement
 
     def fit(self) -> Fit:
-        """Return the placement that fits; if none does, the one that lacks least, as far as is known.
+        """Return a placement that fits; if none is found, the one that lacks the fewest bytes.
 
-        Each trial is planned to the byte, with the graphs that it computes. Where it does not fit, what is
-        not of layers (compute, output, embeddings) is taken to need as much in the next trial. What fits
-        then grows by single layers, or the experts of one. All of that is done with the output on each
-        device.
+        Each trial is planned to the byte, with the graphs that it computes. If it does not fit, the next
+        trial assumes the same memory for everything but layers (compute, output, embeddings). A placement
+        that fits then grows by single layers, or by the experts of one. This is done with the output on each
+        device in turn.
         """
         best = Fit(self.asked, self.forecast(self.asked))
         if not self.lacks(best.table):
@@ -320,7 +308,7 @@ class Planner:
         return max((self._fit(sizes, output) for output in self.order), key=self._worth)
 
     def _fit(self, sizes: _Sizes, output: str) -> Fit:
-        """Return what fits best with the output on a device."""
+        """Return the placement that fits best with the output on a device."""
         tried: set[Hashable] = set()
         homes = {**self.asked.homes, OUTPUT: output}
         best = found = self._trial(replace(self.asked, homes=homes), tried)
@@ -338,10 +326,10 @@ class Planner:
         return best
 
     def _left(self, beside: Mapping[str, float]) -> dict[str, float]:
-        """What each device has for layers."""
+        """The room for layers on each device."""
         return {name: min(self.free[d] - beside[d] for d in self._devices[name]) for name in self.order}
 
-    def _trial(self, placement: ModelPlacement, tried: set[Hashable]) -> Fit | None:
+    def _trial(self, placement: ResolvedPlacement, tried: set[Hashable]) -> Fit | None:
         """Plan a placement, unless it was tried."""
         key = (*placement.homes.items(), *placement.experts.items())
         if key in tried:
@@ -363,70 +351,69 @@ class Planner:
         return None
 
     def _worth(self, fit: Fit) -> tuple[int, ...]:
-        """How little is lacking, then how much lies on the first devices."""
+        """Key by which placements are compared: the fewest bytes lacking, then most on the first devices."""
         weights = (
             sum(fit.table.total(device, "weights") for device in self._devices[name]) for name in self.order
         )
         return (-sum(self.lacks(fit.table).values()), *weights)
 
     def _sizes(self) -> _Sizes:
-        """Plan each layer on each device."""
+        """Return the size of each layer on each device."""
         found = _Sizes({}, {}, self._devices)
         with planned_memory():
             for name, backend in self.backends.items():
                 known: dict[tuple[object, ...], int] = {}
-                kept = self._kept(backend)
+                kv = self._kv_size(backend)
                 for i, layer in enumerate(self.layout.layers):
                     for is_of_experts, sizes in ((False, found.base), (True, found.experts)):
-                        sources = {n: s for n, s in layer.items() if is_expert(n) == is_of_experts}
+                        sources = {
+                            n: s
+                            for n, s in layer.items()
+                            if is_expert(n) == is_of_experts
+                            and not isinstance(override_for(n, self.asked.overrides), str)
+                        }
                         key = self._key(sources)
                         if key not in known:
                             known[key] = self._weight(sources, backend)
                         sizes[i, name] = known[key]
-                    found.base[i, name] += kept if self.wishes.kv_on is None else 0
+                    found.base[i, name] += kv if self.asked.kv_override(i) is None else 0
         return found
 
     def _key(self, sources: Mapping[str, Source]) -> tuple[object, ...]:
-        """What the size of some weights depends on."""
+        """All that the size of these weights depends on."""
         overrides = self.asked.overrides
         names = tuple(sources) if overrides else ()
         weights = (self.file.weight(n, s.shape) for s in sources.values() for n in s.names)
         return (*names, *((w.dtype, w.shape, w.offset % 64) for w in weights))
 
     def _weight(self, sources: Mapping[str, Source], backend: Backend) -> int:
-        weights = Weights(self.file, None, self.asked.overrides)
+        weights = Weights(self.file, None, self.asked.memory)
         weights.place(sources, backend)
         try:
             return _most(weights.spaces, backend)
         finally:
             weights.free()
 
-    def _kept(self, backend: Backend) -> int:
-        """What is kept of earlier tokens in a layer [bytes]."""
-        config, room = self.config, self.room
+    def _kv_size(self, backend: Backend) -> int:
+        """The size of a layer's KV cache, or recurrent states [bytes]."""
+        config, params = self.config, self.params
         with ExitStack() as resources:
             memory: KvMemory | StateMemory
             if config.state is not None:
-                memory = StateMemory(config.state, [backend], room.n_ctx)
+                memory = StateMemory(config.state, [backend], params.n_ctx)
             else:
-                memory = KvMemory(config, [backend], room.n_ctx, room.kv_type)
+                memory = KvMemory(config, [backend], params.n_ctx, params.kv_type)
             resources.callback(memory.free)
             inner = [each for buffer in memory.buffers for each in buffer.allocations]
             return _most([(each.buft, each.size) for each in inner], backend)
 
-    def _fill(self, sizes: _Sizes, left: Mapping[str, float], output: str) -> ModelPlacement:
+    def _fill(self, sizes: _Sizes, left: Mapping[str, float], output: str) -> ResolvedPlacement:
         """Fill devices in their order, given the room that each has for layers."""
         homes = self._spread(sizes, left, with_experts=True)
-        experts = dict(self.asked.experts)
+        experts: dict[int, str] = {}
         first, last, host = self.order[0], self.order[-1], self.host
         is_left_over = len(self.order) > 1 and last in homes.values()
-        if (
-            self.config.experts is not None
-            and host is not None
-            and is_left_over
-            and first != host
-            and not experts
-        ):
+        if self.config.experts is not None and host is not None and is_left_over and first != host:
             homes = self._spread(sizes, left, with_experts=False)
             rest = dict(left)
             for i, home in homes.items():
@@ -449,8 +436,7 @@ class Planner:
         for i in reversed(self._layers):
             while True:
                 name = self.order[at]
-                counts_experts = with_experts and i not in self.asked.experts
-                size = sizes.base[i, name] + (sizes.experts[i, name] if counts_experts else 0)
+                size = sizes.base[i, name] + (sizes.experts[i, name] if with_experts else 0)
                 if size <= left[name] or at == len(self.order) - 1:
                     break
                 at += 1
@@ -471,40 +457,45 @@ def _most(spaces: Iterable[Space], backend: Backend) -> int:
 def open_planner(
     resources: ExitStack,
     path: str | PathLike[str],
-    devices: Sequence[str] | None,
-    wishes: Wishes,
+    requested: Placement,
     n_ctx: int | None = None,
     kv_type: DType | str = DType.F16,
     n_ubatch: int | None = None,
-    expert_cache: int | None = None,
+    adapters: Sequence[Path] = (),
 ) -> Planner:
-    """Open a model's file, and devices that `resources` closes, to plan and place it; see `TextModel`.
+    """Open a model's file, and devices that `resources` closes, to plan the placement; see `TextModel`.
 
     Raises:
         Error: As `TextModel`.
     """
     layout = ModelLayout(GgufFile(path))
     file, config = layout.file, layout.config
-    names = device_names(devices, list(wishes.layers_on or ()))
+    named = requested.layers if isinstance(requested.layers, Mapping) else ()
+    names = device_names(requested.devices, list(named))
     n = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
     if not 1 <= n <= MOST_CTX:
         raise ArgumentError(f"n_ctx is {n}; give 1 to {MOST_CTX:,}")
     kv = DType.parse(kv_type)
-    n_kept = 0 if config.state else config.n_layer * config.n_head_kv * (config.n_key + config.n_value) * n
-    kept = n_kept * kv.type_size // kv.block_size
-    if n_ctx is None and kept > max(KV_NBYTES, KV_SHARE * file.nbytes):
+    n_kv = 0 if config.state else config.n_layer * config.n_head_kv * (config.n_key + config.n_value) * n
+    kv_nbytes = n_kv * kv.type_size // kv.block_size
+    if n_ctx is None and kv_nbytes > max(KV_NBYTES, KV_SHARE * file.nbytes):
         raise ModelError(
-            f"{file.path}: the KV cache of {n:,} tokens takes {kept:,} bytes, the weights {file.nbytes:,}; "
-            "if that is right, give the context size (n_ctx, --ctx)"
+            f"{file.path}: the KV cache of {n:,} tokens takes {kv_nbytes:,} bytes, the weights "
+            f"{file.nbytes:,}; if that is right, give the context size (n_ctx, --ctx)"
         )
     if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
         raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
-    room = Room(n, kv, n_ubatch or 0, expert_cache)
-    return planner_over(resources, layout, names, room, wishes)
+    params = ContextParams(n, kv, n_ubatch or 0, requested.expert_cache, tuple(adapters))
+    return _planner_over(resources, layout, names, params, requested)
 
 
-def planner_over(
-    resources: ExitStack, layout: ModelLayout, names: Sequence[str], room: Room, wishes: Wishes
+def _planner_over(
+    resources: ExitStack,
+    layout: ModelLayout,
+    names: Sequence[str],
+    params: ContextParams,
+    requested: Placement,
+    order: Sequence[str] = (),
 ) -> Planner:
     """Open devices, which `resources` closes, and return a planner over them; errors as `Planner.over`."""
     shards = Shards(layout)
@@ -515,7 +506,7 @@ def planner_over(
                 f"{name}: devices that differ cannot share layers with experts, as each chooses these by its "
                 "own rounding; give whole layers to each, as -d A,B"
             )
-    return Planner(layout, backends, room, wishes)
+    return Planner(layout, backends, params, requested, order)
 
 
 @dataclass(frozen=True)
@@ -523,16 +514,16 @@ class _Sizes:
     """Bytes of each layer on each device.
 
     Attributes:
-        base: Weights but experts, and what is kept of earlier tokens, by layer and name.
-        experts: Experts, by layer and name.
-        devices: The devices whose memory each name takes.
+        base: All weights but experts, and the KV cache, by layer and device name.
+        experts: Experts, by layer and device name.
+        devices: The devices of which each name has memory; several for a meta device.
     """
 
     base: dict[tuple[int, str], int]
     experts: dict[tuple[int, str], int]
     devices: Mapping[str, tuple[str, ...]]
 
-    def by_name(self, placement: ModelPlacement) -> dict[str, int]:
+    def by_name(self, placement: ResolvedPlacement) -> dict[str, int]:
         """Return the bytes of the layers of a placement by the names of their homes."""
         found: dict[str, int] = defaultdict(int)
         for i, home in placement.homes.items():
@@ -542,7 +533,7 @@ class _Sizes:
                 found[where] += self.experts[i, where]
         return found
 
-    def by_device(self, placement: ModelPlacement) -> dict[str, int]:
+    def by_device(self, placement: ResolvedPlacement) -> dict[str, int]:
         """Return the bytes of the layers of a placement on each device."""
         found: dict[str, int] = defaultdict(int)
         for name, nbytes in self.by_name(placement).items():
@@ -551,17 +542,15 @@ class _Sizes:
         return found
 
 
-def _layers_on(
-    n_layer: int, names: Sequence[str], layers_on: Mapping[str, Layers] | None, gpu_layers: int | None
+def _by_device(
+    layers: int | str | Mapping[str, Layers] | None, n_layer: int, names: Sequence[str]
 ) -> Mapping[str, Layers] | None:
-    """Which layers lie on which device, by either of two ways to ask."""
-    if gpu_layers is None:
-        return layers_on
-    if layers_on is not None:
-        raise ArgumentError("gpu_layers and layers_on were both given; give one of them")
-    if gpu_layers < 0:
-        raise ArgumentError(f"gpu_layers is {gpu_layers}; give 0 or more")
+    """Return the requested layers of each device; `None` where the planner chooses."""
+    if not isinstance(layers, int):
+        return layers if isinstance(layers, Mapping) else None
+    if layers < 0:
+        raise ArgumentError(f"layers is {layers}; give 0 or more of the last layers, or layers by device")
     if len(names) == 1:
         return None
-    first = max(0, n_layer - gpu_layers)
+    first = max(0, n_layer - layers)
     return {names[0]: range(first, n_layer), names[1]: range(first)}

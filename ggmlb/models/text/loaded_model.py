@@ -1,13 +1,12 @@
-"""Parts: what of a language model lies in memory, placed on devices, or planned without memory."""
+"""LoadedModel: the weights, KV cache and graphs of a language model on devices, or planned without memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ggmlb import Backend, BufferType, DType, Tensor, planned_memory
+from ggmlb import Backend, BufferType, Tensor
 from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.interface.memory_table import MemoryTable
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT
@@ -22,60 +21,28 @@ from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
     from ggmlb.models.text.layout import ModelLayout
+    from ggmlb.models.text.placement import ResolvedPlacement
+    from ggmlb.models.text.planner import ContextParams
 
 
-@dataclass(frozen=True)
-class ModelPlacement:
-    """Where the parts of a model lie.
+class LoadedModel:
+    """A model on devices: weights, KV cache, compute memory, and the decoder that uses them.
 
-    Attributes:
-        homes: The device of each layer, of the `"embeddings"`, and of the `"output"`.
-        experts: The device of a layer's experts, if it is another than the layer's.
-        kv_on: The device of all keys and values; `None`: each layer's.
-        overrides: Other memory for some weights, by regular expression.
-    """
-
-    homes: Mapping[int | str, str]
-    experts: Mapping[int, str] = field(default_factory=dict)
-    kv_on: str | None = None
-    overrides: Mapping[str, BufferType] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Room:
-    """How much a model keeps, and computes at once.
-
-    Attributes:
-        n_ctx: Tokens that are kept.
-        kv_type: Type of keys and values.
-        n_ubatch: Tokens of a prompt's parts in a pipeline; 0: none.
-        expert_cache: Memory for the experts used most [bytes]; `None`: none.
-    """
-
-    n_ctx: int
-    kv_type: DType = DType.F16
-    n_ubatch: int = 0
-    expert_cache: int | None = None
-
-
-class Parts:
-    """What of a model lies in memory: weights, what is kept of earlier tokens, and what graphs need.
-
-    Within `planned_memory`, it has sizes, and no memory.
+    Within `planned_memory`, everything has a size, and no memory is allocated.
 
     Args:
         layout: The model's sizes and weights.
         backends: A stream on each device, by name; highest priority first.
-        placement: Where everything lies.
-        room: How much is kept.
-        changes: What is added to hidden states.
+        placement: The device of each part.
+        params: Sizes of the context and batches.
+        changes: Steering vectors and adapters.
 
     Attributes:
-        weights: The weights' memory.
+        weights: The memory of the weights.
         tensors: The weights, by the names of the file.
-        memory: What is kept of earlier tokens.
+        memory: The KV cache, or recurrent states.
         decoder: Computes batches.
-        experts: The cache of experts; `None` where there is none.
+        experts: The cache of experts; `None` if there is none.
         changes: As given.
         adapter_events: The sources of adapters that were loaded (True) or closed (False), in order.
 
@@ -87,18 +54,18 @@ class Parts:
         self,
         layout: ModelLayout,
         backends: Mapping[str, Backend],
-        placement: ModelPlacement,
-        room: Room,
+        placement: ResolvedPlacement,
+        params: ContextParams,
         changes: Changes,
     ) -> None:
         config = layout.config
-        overrides = dict(placement.overrides)
-        if room.expert_cache is not None:
+        overrides = placement.memory
+        if params.expert_cache is not None:
             overrides.setdefault(ON_HOST, _host_memory(backends))
         streams = tuple(backends.values())
         homes = [backends[placement.homes[i]] for i in range(config.n_layer)]
-        kv_home = None if placement.kv_on is None else backends[placement.kv_on]
-        kv_homes = homes if kv_home is None else [kv_home] * config.n_layer
+        kv_moved = {i: backends[on] for i in range(config.n_layer) if (on := placement.kv_override(i))}
+        kv_homes = [kv_moved.get(i, home) for i, home in enumerate(homes)]
         self.changes = changes
         self.adapter_events: list[tuple[FactorSource, bool]] = []
         self._name = config.name
@@ -117,18 +84,18 @@ class Parts:
             self.tensors = weights = dict[str, Tensor]()
             for name, backend in backends.items():
                 weights |= self.weights.place(sources_on(name, layout, placement), backend)
-            if room.expert_cache is not None:
-                self.experts = ExpertCache(config, weights, homes, room.expert_cache)
+            if params.expert_cache is not None:
+                self.experts = ExpertCache(config, weights, homes, params.expert_cache)
                 resources.callback(self.experts.free)
             if config.state is not None:
-                with _no_room_for(room.n_ctx):
-                    self.memory = states = StateMemory(config.state, kv_homes, room.n_ctx)
-                self.decoder = RecurrentDecoder(config, weights, states, streams, changes, room.n_ubatch)
+                with _no_room_for(params.n_ctx):
+                    self.memory = states = StateMemory(config.state, kv_homes, params.n_ctx)
+                self.decoder = RecurrentDecoder(config, weights, states, streams, changes, params.n_ubatch)
             else:
-                with _no_room_for(room.n_ctx):
-                    self.memory = cells = KvMemory(config, kv_homes, room.n_ctx, room.kv_type)
+                with _no_room_for(params.n_ctx):
+                    self.memory = cells = KvMemory(config, kv_homes, params.n_ctx, params.kv_type)
                 self.decoder = Decoder(
-                    config, weights, cells, streams, changes, room.n_ubatch, self.experts, kv_home
+                    config, weights, cells, streams, changes, params.n_ubatch, self.experts, kv_moved
                 )
             resources.callback(self.memory.free)
             resources.callback(self.decoder.free)
@@ -137,7 +104,7 @@ class Parts:
 
     @property
     def table(self) -> MemoryTable:
-        """The bytes that everything takes now."""
+        """The memory of each device, by kind."""
         adapters = [space for adapter in self.changes.adapters for space in adapter.spaces]
         buffers = {"kv": self.memory.buffers, "compute": self.decoder.buffers}
         if self.experts is not None:
@@ -178,41 +145,16 @@ class Parts:
         self._resources.close()
 
 
-def sources_on(device: str, layout: ModelLayout, placement: ModelPlacement) -> dict[str, Source]:
-    """Return the weights that lie on a device."""
-    sources: dict[str, Source] = {}
-    homes = placement.homes
-    for layer, found in enumerate(layout.layers):
-        of_experts = placement.experts.get(layer, homes[layer])
-        sources |= {
-            name: source
-            for name, source in found.items()
-            if (of_experts if is_expert(name) else homes[layer]) == device
-        }
-    if homes[EMBEDDINGS] == device:
-        sources |= layout.embeddings | layout.factors
-    if homes[OUTPUT] == device:
-        sources |= layout.output
-    return sources
-
-
-def is_expert(name: str) -> bool:
-    """Whether a weight holds a matrix for each expert of a layer."""
-    return name.endswith("_exps.weight")
-
-
-@contextmanager
-def planned_parts(
-    layout: ModelLayout, backends: Mapping[str, Backend], placement: ModelPlacement, room: Room
-) -> Iterator[Parts]:
-    """Context manager that yields a model's parts in planned memory; arguments and errors as `Parts`."""
-    with planned_memory():
-        changes = Changes(layout.config.n_layer, layout.config.n_embd)
-        parts = Parts(layout, backends, placement, room, changes)
-        try:
-            yield parts
-        finally:
-            parts.free()
+def sources_on(device: str, layout: ModelLayout, placement: ResolvedPlacement) -> dict[str, Source]:
+    """Return the weights on a device."""
+    parts: dict[int | str, Mapping[str, Source]] = dict(enumerate(layout.layers))
+    parts |= {EMBEDDINGS: layout.embeddings | layout.factors, OUTPUT: layout.output}
+    return {
+        name: source
+        for part, sources in parts.items()
+        for name, source in sources.items()
+        if placement.device_of(name, part) == device
+    }
 
 
 def _host_memory(backends: Mapping[str, Backend]) -> BufferType:
@@ -227,7 +169,7 @@ def _host_memory(backends: Mapping[str, Backend]) -> BufferType:
 
 @contextmanager
 def _no_room_for(n_ctx: int) -> Iterator[None]:
-    """Name the context size in errors of its memory."""
+    """Context manager that names the context size in errors of its allocation."""
     try:
         yield
     except MemoryError as error:

@@ -1,4 +1,4 @@
-"""Ways in which devices hold a text model: their costs beside each other, and the cheapest that fits."""
+"""Parallel strategies of text models: their costs beside each other, and the fastest that fits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import ggmlb
 from ggmlb import ArgumentError, DType
 from ggmlb.cli.app import run
-from ggmlb.models import TextModel
+from ggmlb.models import Placement, TextModel
 from ggmlb.models import rates as rates_module
 from ggmlb.models.rates import Rates, measured_rates
-from ggmlb.models.text.fit import Wishes, open_planner
-from ggmlb.models.text.ways import BEST, WAYS, Way, Ways
+from ggmlb.models.text.planner import open_planner
+from ggmlb.models.text.strategies import BEST, STRATEGIES, ParallelStrategy, StrategyPlanner
 from tests.support.processes import python
 
 CARD = "OpenCL0"
@@ -37,13 +37,13 @@ def pose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Rates]], Non
 
 
 def planned(
-    path: Path, devices: list[str], limits: Mapping[str, int] | None = None, **wishes: Any
-) -> dict[str, Way]:
+    path: Path, devices: list[str], limits: Mapping[str, int] | None = None, **options: Any
+) -> dict[str, ParallelStrategy]:
     with ExitStack() as resources:
-        planner = open_planner(resources, path, devices, Wishes(limits=limits or {}, **wishes), 256)
-        ways = Ways(resources, planner)
-        found = ways.planned()
-        return {way.name: way for way in found} | {BEST: ways.taken(BEST, found)}
+        asked = Placement(devices, limits=limits or {}, **options)
+        strategies = StrategyPlanner(resources, open_planner(resources, path, asked, 256))
+        found = strategies.planned()
+        return {each.name: each for each in found} | {BEST: strategies.taken(BEST, found)}
 
 
 def test_rates_are_measured(models: Callable[..., Path]) -> None:
@@ -59,15 +59,15 @@ def test_the_time_of_a_token_is_that_of_its_bytes_calls_and_nodes(
 ) -> None:
     pose({CARD: SLOW, "CPU": FAST})
     ways = planned(models("qwen3"), [CARD, "CPU"])
-    cost = ways["layers"].costs[CARD]
-    assert cost.read > 1e6 and cost.kept == 3 * 2 * 256 * 128 * 2 and cost.calls > 3 < cost.launches
+    cost = ways["layer"].costs[CARD]
+    assert cost.read > 1e6 and cost.kv_read == 3 * 2 * 256 * 128 * 2 and cost.calls > 3 < cost.launches
     assert cost.seconds == pytest.approx(
-        (cost.read + cost.kept + cost.copied) / 1e9 + 1e-4 * cost.calls + 1e-5 * cost.launches
+        (cost.read + cost.kv_read + cost.copied) / 1e9 + 1e-4 * cost.calls + 1e-5 * cost.launches
     )
     host = ways["fastest"].costs["CPU"]
-    assert (host.read, host.kept, host.copied, host.calls) == (cost.read, cost.kept, 0, 0)
-    assert host.seconds == pytest.approx((host.read + host.kept) / 1e11 + 1e-6 * host.launches)
-    shared = ways["shared"].costs[f"{CARD}+CPU"]
+    assert (host.read, host.kv_read, host.copied, host.calls) == (cost.read, cost.kv_read, 0, 0)
+    assert host.seconds == pytest.approx((host.read + host.kv_read) / 1e11 + 1e-6 * host.launches)
+    shared = ways["tensor"].costs[f"{CARD}+CPU"]
     assert shared.read == cost.read and shared.calls >= 3 * 2 * 2 + cost.calls
     assert shared.seconds > cost.read / 2 / 1e9  # the slower half, not both
 
@@ -78,12 +78,12 @@ def test_the_cheapest_that_fits_is_taken(models: Callable[..., Path], pose: Call
     assert planned(path, [CARD, "CPU"])[BEST].name == "fastest"
     pose({CARD: FAST, "CPU": SLOW})
     ways = planned(path, [CARD, "CPU"])
-    assert ways[BEST].name == "layers" and ways["fastest"].why == "the devices are named in this order"
+    assert ways[BEST].name == "layer" and ways["fastest"].why == "the devices are named in this order"
     times = []
-    assert ways["layers"].fit is not None
-    whole = ways["layers"].fit.table.total(CARD)
+    assert ways["layer"].fit is not None
+    whole = ways["layer"].fit.table.total(CARD)
     for part in (4, 3, 2, 1):
-        way = planned(path, [CARD, "CPU"], {CARD: whole * part // 4})["layers"]
+        way = planned(path, [CARD, "CPU"], {CARD: whole * part // 4})["layer"]
         assert not way.short
         times.append(way.time)
     assert times == sorted(times) and len(set(times)) == 4, "what has less room takes longer"
@@ -92,44 +92,50 @@ def test_the_cheapest_that_fits_is_taken(models: Callable[..., Path], pose: Call
     assert set(ways["fastest"].short) == {"CPU"}, "the fastest does not fit"
 
 
-def test_rows_of_ways_that_are_none_say_why(models: Callable[..., Path], pose: Callable[..., None]) -> None:
+def test_strategies_that_are_not_possible_say_why(
+    models: Callable[..., Path], pose: Callable[..., None]
+) -> None:
     pose({CARD: SLOW, "CPU": FAST, "LLVM": FAST})
     ways = planned(models("qwen3moe"), [CARD, "CPU"])
-    assert ways["shared"].why.startswith(f"{CARD}+CPU: devices that differ cannot share layers with experts")
-    assert ways["rows"].why == f"rows go over several devices of OpenCL; there is {CARD} alone"
-    assert planned(models(), [f"{CARD}+CPU", "CPU"])["shared"].why == "devices share layers already"
-    assert [*planned(models(), ["CPU"])] == ["layers", BEST]
-    assert [*planned(models(), [CARD, "CPU"], gpu_layers=1)] == ["layers", BEST]
-    for way, says in (("rows", "it is said where layers lie, or there is one memory"), ("row", "'rows'")):
+    assert ways["tensor"].why.startswith(f"{CARD}+CPU: devices that differ cannot share layers with experts")
+    assert ways["row"].why == f"rows go over several devices of OpenCL; there is {CARD} alone"
+    assert planned(models(), [f"{CARD}+CPU", "CPU"])["tensor"].why == "devices share layers already"
+    assert [*planned(models(), ["CPU"])] == ["layer", BEST]
+    assert [*planned(models(), [CARD, "CPU"], layers=1)] == ["layer", BEST]
+    for name, says in (("row", "the layers of each device are given, or there is one"), ("rows", "'row'")):
         with pytest.raises(ArgumentError, match=says):
-            TextModel(models(), ["CPU"], way=way)
+            TextModel(models(), placement=Placement(["CPU"], name))
 
 
-def test_a_model_is_loaded_as_a_way_says(models: Callable[..., Path], pose: Callable[..., None]) -> None:
+def test_a_model_is_loaded_by_a_strategy(models: Callable[..., Path], pose: Callable[..., None]) -> None:
     pose({CARD: SLOW, "CPU": FAST})
-    for way, home in (("layers", CARD), ("fastest", "CPU"), (BEST, "CPU"), ("shared", f"{CARD}+CPU")):
-        with TextModel(models(), [CARD, "CPU"], n_ctx=64, way=way) as model:
+    for name, home in (("layer", CARD), ("fastest", "CPU"), (BEST, "CPU"), ("tensor", f"{CARD}+CPU")):
+        with TextModel(models(), placement=Placement([CARD, "CPU"], name), n_ctx=64) as model:
             assert {model.homes[i] for i in range(3)} == {home} == {model.homes["output"]}
             assert len(model.generate([5, 6], max_tokens=2, ignore_eos=True).tokens) == 2
             forecast, allocated = model.memory
             assert forecast == allocated
 
 
-def test_the_command_shows_the_ways(
+def test_the_command_shows_the_strategies(
     models: Callable[..., Path], pose: Callable[..., None], capsys: Any
 ) -> None:
     pose({CARD: SLOW, "CPU": SLOW})
     asked = ["fit", str(models()), "-d", f"{CARD},CPU", "--ctx", "256"]
     assert run([*asked, "--bandwidth", "CPU=100G"]) == 0
     text = capsys.readouterr().out
-    assert "ms/token" in text and "rows go over several devices" in text and "--way fastest" in text
+    assert "Token [ms]" in text and "rows go over several devices" in text and "--split-mode fastest" in text
     assert f"{CARD}: nothing" in text
     assert run([*asked, "--bandwidth", f"{CARD}=100G", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["way"] == "layers" and [way["way"] for way in found["ways"]] == list(WAYS)
-    assert found["ways"][0]["seconds"] < found["ways"][2]["seconds"] and "why_not" in found["ways"][3]
-    assert run([*asked, "--way", "rows"]) == 1
-    assert "way 'rows': rows go over several devices" in capsys.readouterr().err
+    assert found["split_mode"] == "layer"
+    assert [each["split_mode"] for each in found["split_modes"]] == list(STRATEGIES)
+    assert (
+        found["split_modes"][0]["seconds"] < found["split_modes"][2]["seconds"]
+        and "why_not" in found["split_modes"][3]
+    )
+    assert run([*asked, "--split-mode", "row"]) == 1
+    assert "strategy 'row': rows go over several devices" in capsys.readouterr().err
     assert run([*asked, "--bandwidth", "CUDA7=1G"]) == 1
     assert "bandwidth: 'CUDA7' is none of the devices" in capsys.readouterr().err
 
@@ -138,9 +144,9 @@ TWO = """
 import sys
 from contextlib import ExitStack
 import numpy as np
-from ggmlb.models import TextModel
-from ggmlb.models.text.fit import Wishes, open_planner
-from ggmlb.models.text.ways import Ways
+from ggmlb.models import Placement, TextModel
+from ggmlb.models.text.planner import open_planner
+from ggmlb.models.text.strategies import StrategyPlanner
 
 path, devices, prompt = sys.argv[1], ["OpenCL0", "OpenCL1", "CPU"], [5, 6, 7, 8]
 with TextModel(path, ["CPU"], n_ctx=64) as model:
@@ -148,18 +154,19 @@ with TextModel(path, ["CPU"], n_ctx=64) as model:
 limits = {}
 for _ in range(2):
     with ExitStack() as resources:
-        ways = Ways(resources, open_planner(resources, path, devices, Wishes(limits=limits), 64)).planned()
+        asked = open_planner(resources, path, Placement(devices, limits=limits), 64)
+        ways = StrategyPlanner(resources, asked).planned()
         assert [way.why for way in ways if way.name != "fastest"] == ["", "", ""], ways
     tables = {way.name: way.fit.table for way in ways if way.fit}
-    for way in ("layers", "shared", "rows"):
-        with TextModel(path, devices, n_ctx=64, memory_limits=limits, way=way) as model:
+    for way in ("layer", "tensor", "row"):
+        with TextModel(path, placement=Placement(devices, way, limits=limits), n_ctx=64) as model:
             forecast, allocated = model.memory
             assert forecast == allocated == tables[way], (way, forecast, allocated)
             assert np.abs(model.logits(prompt) - expected).max() < 2e-2, way
             assert all(allocated.total(name) <= most for name, most in limits.items())
             of_weights = [allocated.total(name, "weights") for name in devices]
-            assert way == "layers" or min(of_weights[:2]) > 0, (way, allocated)
-    whole = tables["layers"].total("OpenCL0")
+            assert way == "layer" or min(of_weights[:2]) > 0, (way, allocated)
+    whole = tables["layer"].total("OpenCL0")
     limits = {"OpenCL0": whole * 2 // 3, "OpenCL1": whole // 3}
 print("done")
 """
