@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ggmlb.core.arguments import alias, checked, named
 from ggmlb.core.errors import ArgumentError
+from ggmlb.system.progress import in_notebook
 
 if TYPE_CHECKING:
     from ggmlb.optimize.context import OptContext
@@ -139,7 +140,10 @@ MOST_WIDTH = 1000
 
 @checked
 def progress_bar(progress: Progress, width: int = 24) -> None:
-    """Print a line with a bar to stderr, overwritten after each batch (..._epoch_callback_progress_bar)."""
+    """Print a line with a bar, overwritten after each batch (..._epoch_callback_progress_bar).
+
+    To standard error, or to the output of a notebook.
+    """
     if not 1 <= width <= MOST_WIDTH:
         raise ArgumentError(f"progress_bar: width is {width}; give 1 to {MOST_WIDTH}")
     p, result = progress, progress.result
@@ -149,6 +153,6 @@ def progress_bar(progress: Progress, width: int = 24) -> None:
         f"\r{'train' if p.is_training else 'eval '} |{'=' * filled:{width}}| {p.n_done}/{p.n_batches}"
         f"  loss {result.loss:.4f}{accuracy}  {p.seconds:.0f} s, {p.remaining:.0f} s left ",
         end="\n" if p.n_done == p.n_batches else "",
-        file=sys.stderr,
+        file=sys.stdout if in_notebook() else sys.stderr,
         flush=True,
     )

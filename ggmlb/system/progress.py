@@ -5,9 +5,9 @@
             task.step(kernel.name)
             compile(kernel)
 
-After one second, a line on standard error shows the progress, and at the end the duration, if standard
-error is a terminal or a notebook's. `GGMLB_PROGRESS=1` shows it elsewhere too (a log); `GGMLB_PROGRESS=0`
-never.
+After one second, a line shows the progress, and at the end the duration: on standard error, if that is a
+terminal, or in the output of a notebook. `GGMLB_PROGRESS=1` shows it elsewhere too (a log);
+`GGMLB_PROGRESS=0` never.
 
 By hand, because the bars of rich show nothing in a log, and take 50 ms to import.
 """
@@ -45,7 +45,8 @@ class Task:
         self._width = 0
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
-        self._live = _is_live()
+        self._is_notebook = in_notebook()
+        self._live = self._is_notebook or (sys.stderr is not None and sys.stderr.isatty())
         self._told = env.flag("GGMLB_PROGRESS", default=self._live)
 
     def step(self, name: str) -> None:
@@ -91,7 +92,7 @@ class Task:
         if self._live:
             self._width, padding = len(line), " " * (self._width - len(line))
             line = f"\r{line}{padding}"
-        stream = sys.stderr
+        stream = sys.stdout if self._is_notebook else sys.stderr  # notebooks show standard error as an error
         if stream is not None:
             stream.write(f"{line}{end}")
             stream.flush()
@@ -112,7 +113,6 @@ def task(what: str, n_steps: int | None = None) -> Iterator[Task]:
         this.end()
 
 
-def _is_live() -> bool:
-    """Whether standard error is a terminal or a notebook's, where a line can be overwritten."""
-    stream = sys.stderr
-    return stream is not None and (stream.isatty() or type(stream).__module__ == "ipykernel.iostream")
+def in_notebook() -> bool:
+    """Whether standard output is that of a notebook's cell, where a line can be overwritten."""
+    return type(sys.stdout).__module__ == "ipykernel.iostream"

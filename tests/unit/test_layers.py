@@ -59,7 +59,8 @@ ALLOWED = {
 
 BESIDE_PUBLIC_NAMES = (
     "ggmlb.core.arguments", "ggmlb.core.errors", "ggmlb.core.lifetime", "ggmlb.inspect.compare",
-    "ggmlb.inspect.html", "ggmlb.interface.memory_table", "ggmlb.optimize", "ggmlb.system.replaced_file",
+    "ggmlb.inspect.html", "ggmlb.interface.memory_table", "ggmlb.optimize", "ggmlb.system.progress",
+    "ggmlb.system.replaced_file",
 )  # fmt: skip
 """What models and training may import besides public names: checks, errors, closing, sizes, tables, files."""
 

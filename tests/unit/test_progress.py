@@ -72,10 +72,12 @@ def test_a_screen_is_not_told_if_not_asked_for(monkeypatch: pytest.MonkeyPatch) 
     assert run(Screen(), monkeypatch) == ""
 
 
-def test_a_notebook_is_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+def test_a_notebook_shows_it_as_output_and_not_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
+    output, errors = kind(), kind()
+    monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.delenv("GGMLB_PROGRESS", raising=False)
-    assert "\rX0: compiling" in run(stream, monkeypatch)
+    assert run(errors, monkeypatch) == "" and "\rX0: compiling" in output.getvalue()
 
 
 def test_an_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Generation: batched computation of sequences, and their text."""
+"""Generation: sequences computed in batches, and their text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ggmlb.core.errors import ArgumentError, ModelError
+from ggmlb.core.errors import ArgumentError, ModelError, shown
+from ggmlb.inspect.html import escape, pre
 from ggmlb.models.text.decoder import N_BATCH, N_OUT, BaseDecoder, Floats, Token
 from ggmlb.models.text.memory import Memory
 from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
 Part = TypeVar("Part")
 
 
-@dataclass
+@dataclass(repr=False)
 class Generation:
-    """What was generated after a prompt.
+    """Text that was generated after a prompt; as `str`, and in a notebook, it is the text.
 
     Attributes:
-        prompt_tokens: The prompt's tokens.
-        tokens: Those generated; a token that ends the text is not among them.
-        text: What they say, up to a text of `stop`.
-        logprobs: If asked for, for each generated token the likeliest ones, best first, with the natural
-            logarithms of their probabilities before sampling.
-        stopped_by: `"length"`: the most tokens, or no more room; `"end"`: the model ended the text;
-            `"stop"`: a text of `stop`; empty while it goes on.
+        prompt_tokens: Tokens of the prompt.
+        tokens: Generated tokens, without the token that ends the text.
+        text: The generated text, up to a text of `stop`.
+        logprobs: For each generated token, if `logprobs` was given: the most likely tokens, best first, with
+            the natural logarithms of their probabilities before sampling.
+        stopped_by: `"length"`: `max_tokens` or the context size was reached; `"end"`: the model ended the
+            text; `"stop"`: a text of `stop` came; empty while the generation runs.
         prompt_seconds: Time to the first logits [s].
         seconds: Time from there to the end [s].
     """
@@ -54,6 +55,22 @@ class Generation:
     def tokens_per_second(self) -> float:
         """Tokens after the first by the time that they took; 0 where there are none."""
         return (len(self.tokens) - 1) / self.seconds if self.seconds and self.tokens else 0.0
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"<Generation {shown(self.text)!r}: {self._speed()}>"
+
+    def _repr_html_(self) -> str:
+        return f"{pre(self.text)}<small>{escape(self._speed())}</small>"
+
+    def _speed(self) -> str:
+        ended = f", ended by {self.stopped_by}" if self.stopped_by else ""
+        return (
+            f"{len(self.tokens):,} tokens at {self.tokens_per_second:.1f} per second, after "
+            f"{len(self.prompt_tokens):,} of prompt at {self.prompt_tokens_per_second:.1f}{ended}"
+        )
 
 
 class Request:

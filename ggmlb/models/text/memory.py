@@ -27,7 +27,9 @@ SPARE = 128
 class Memory(Protocol):
     """What is kept of earlier tokens: a `KvMemory`, or the `StateMemory` of a recurrent model."""
 
+    kind: str
     n_cells: int
+    nbytes: int
     buffers: tuple[Buffer, ...]
     has_nan: bool
 
@@ -90,6 +92,7 @@ class KvMemory:
                     f"kv_type {dtype.name.lower()} has blocks of {dtype.block_size} elements; a head of this "
                     f"model has {n}: take f16"
                 )
+        self.kind = f"{dtype.name.lower()} KV cache"
         self.n_cells = n_cells
         self.n_used = 0
         self.has_nan = False

@@ -41,13 +41,15 @@ from ggmlb.models.text.loaded_model import LoadedModel
 from ggmlb.models.text.perplexity import Perplexity, perplexity
 from ggmlb.models.text.placement import Placement
 from ggmlb.models.text.planner import open_planner
-from ggmlb.models.text.sampling import Options, changed
+from ggmlb.models.text.sampling import Options, OptionValues, changed
 from ggmlb.models.text.session import Session, fingerprint
 from ggmlb.models.text.strategies import with_strategy
 from ggmlb.models.text.training import Training, TrainingGraph
 from ggmlb.optimize import AdamW
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ggmlb.models.gguf.chat import ChatTemplate
     from ggmlb.optimize import Callback, Epoch, Optimizer, Schedule
 
@@ -571,7 +573,7 @@ class TextModel(ModelOnDevices):
         prompt: Prompt,
         options: Options | None = None,
         on_token: Callable[[str], object] | None = None,
-        **changes: Any,
+        **changes: Unpack[OptionValues],
     ) -> Generation:
         """Generate text after a prompt; the same arguments give the same text.
 
@@ -594,7 +596,9 @@ class TextModel(ModelOnDevices):
                 on_token(piece)
         return request.result
 
-    def stream(self, prompt: Prompt, options: Options | None = None, **changes: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, options: Options | None = None, **changes: Unpack[OptionValues]
+    ) -> Iterator[str]:
         """Yield the text of `generate` piece by piece, each of whole characters.
 
         Raises:
@@ -606,7 +610,7 @@ class TextModel(ModelOnDevices):
                 yield piece
 
     def generate_many(
-        self, prompts: Sequence[Prompt], options: Options | None = None, **changes: Any
+        self, prompts: Sequence[Prompt], options: Options | None = None, **changes: Unpack[OptionValues]
     ) -> list[Generation]:
         """Generate text after each of several prompts, as many together as the memory has room for.
 

@@ -1,10 +1,10 @@
-"""Sampling: which token comes next, from logits."""
+"""Sampling: the choice of the next token from logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -26,21 +26,21 @@ LIKELY = 24.0
 @checked_methods
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked of a generation; the steps of sampling are taken in this order, as in llama.cpp.
+    """Options of a generation; the steps of sampling are taken in this order, as in llama.cpp.
 
     Attributes:
         max_tokens: Most tokens to generate.
         logits_processor: `processor(tokens, logits)` returns the logits to sample from.
-        repeat_penalty: Logits of recent tokens are divided by this if positive, else multiplied.
-        repeat_last: Recent tokens: so many of the last ones.
-        top_k: So many of the likeliest are kept; 0: all.
-        top_p: The likeliest are kept that have this probability together.
-        min_p: Those are kept that have at least this share of the likeliest one's probability.
-        temperature: Logits are divided by this; 0: the likeliest token is taken.
-        seed: Of the random numbers.
+        repeat_penalty: Positive logits of recent tokens are divided by this, negative ones multiplied.
+        repeat_last: Number of tokens that count as recent.
+        top_k: Sample only from the K most likely tokens; 0: no limit.
+        top_p: Sample only from the most likely tokens whose probabilities sum to this (nucleus sampling).
+        min_p: Sample only from tokens with at least this fraction of the highest probability.
+        temperature: Logits are divided by this; 0: the most likely token is taken.
+        seed: Seed of the random numbers.
         stop: Texts that end the generation; they are not part of the result.
-        ignore_eos: Go on after the model's end of text.
-        logprobs: For each token, keep the log-probabilities of so many likeliest ones.
+        ignore_eos: Whether to go on after the model's end-of-text token.
+        logprobs: Number of most likely tokens whose log-probabilities are returned with each token.
 
     Raises:
         ArgumentError: A number is out of range, or a stop text is empty.
@@ -72,7 +72,24 @@ class Options:
             raise ArgumentError(f"stop is {self.stop!r}; give texts that are not empty")
 
 
-def changed(options: Options | None, changes: Mapping[str, Any]) -> Options:
+class OptionValues(TypedDict, total=False):
+    """Single options by name, as `generate(prompt, max_tokens=64)` takes them; see `Options`."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last: int
+    seed: int
+    stop: Sequence[str]
+    ignore_eos: bool
+    logprobs: int
+    logits_processor: LogitsProcessor | None
+
+
+def changed(options: Options | None, changes: OptionValues) -> Options:
     """Return options with single ones changed by name.
 
     Raises:

@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggmlb import DType, save_gguf
 from ggmlb.core.arguments import checked_methods
-from ggmlb.core.errors import AllocationError, GraphError, ModelError
+from ggmlb.core.errors import AllocationError, GraphError, ModelError, readable_size
+from ggmlb.inspect.html import pre
+from ggmlb.interface.memory_table import device_of
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.text.generation import Generation
-from ggmlb.models.text.sampling import Options, changed
+from ggmlb.models.text.sampling import Options, OptionValues, changed
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ggmlb.models.gguf.vocabulary import Vocabulary
     from ggmlb.models.text.generation import Engine
     from ggmlb.models.text.model import Prompt
@@ -58,12 +62,23 @@ class Session:
         self._is_busy = False
         self.tokens: list[int] = []
 
+    def __repr__(self) -> str:
+        memory = self._engine.memory
+        devices = dict.fromkeys(device_of(b.buft) for buffer in memory.buffers for b in buffer.allocations)
+        return (
+            f"<Session: {len(self.tokens):,} of {memory.n_cells:,} tokens of context, "
+            f"{memory.kind} of {readable_size(memory.nbytes)} on {', '.join(devices)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return pre(repr(self))
+
     def generate(
         self,
         prompt: Prompt,
         options: Options | None = None,
         on_token: Callable[[str], object] | None = None,
-        **changes: Any,
+        **changes: Unpack[OptionValues],
     ) -> Generation:
         """Generate text after a prompt; as `TextModel.generate`.
 

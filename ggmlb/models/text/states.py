@@ -44,6 +44,7 @@ class StateMemory:
     """
 
     def __init__(self, sizes: State, homes: Sequence[Backend], n_cells: int, n_slots: int = N_SLOTS) -> None:
+        self.kind = "recurrent states"
         self.has_nan = False
         self.n_cells = n_cells
         self.spare = n_slots

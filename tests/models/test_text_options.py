@@ -1,0 +1,75 @@
+"""Options of generation as parameters, and what a generation and a session show of themselves."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ggmlb import ArgumentError
+from ggmlb.models import Generation, Options, Session, TextModel
+from ggmlb.models.text.sampling import OptionValues
+
+TAKE_OPTIONS = (TextModel.generate, TextModel.stream, TextModel.generate_many, Session.generate)
+
+SNIPPET = """
+from ggmlb.models import Session, TextModel
+
+def use(model: TextModel, session: Session) -> None:
+    model.generate("A", max_tokens=5, stop=["."])
+    model.generate("A", max_token=5)
+    model.generate("A", max_tokens="5")
+    model.stream("A", temprature=0)
+    session.generate("A", top=1)
+"""
+
+
+def test_parameters_are_the_fields_of_options() -> None:
+    assert OptionValues.__annotations__.keys() == {field.name for field in fields(Options)}
+    for field in fields(Options):
+        assert OptionValues.__annotations__[field.name].__forward_arg__ == field.type
+    for function in TAKE_OPTIONS:
+        assert inspect.signature(function).parameters["changes"].annotation == "Unpack[OptionValues]"
+
+
+@pytest.mark.slow
+def test_mypy_refuses_an_option_that_there_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "snippet.py"
+    path.write_text(SNIPPET)
+    done = subprocess.run([sys.executable, "-m", "mypy", path], capture_output=True, text=True, check=False)
+    found = [line.partition(": error: ")[2] for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(found) == 4, done.stdout
+    assert "max_token" in found[0] and "incompatible type" in found[1], found
+    assert "temprature" in found[2] and '"top"' in found[3], found
+
+
+@pytest.mark.parametrize("call", ["generate", "generate_many", "stream", "session"])
+def test_an_unknown_option_is_an_error_with_the_nearest(models: Callable[..., Path], call: str) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=32) as model:
+        function = model.session().generate if call == "session" else getattr(model, call)
+        with pytest.raises(ArgumentError, match=r"max_token is no option; did you mean 'max_tokens'"):
+            list(function([[1]] if call == "generate_many" else [1], max_token=5))
+
+
+def test_a_generation_shows_its_text() -> None:
+    found = Generation([1, 2, 3], [4, 5, 6], "a <b>\n", stopped_by="length", prompt_seconds=0.1, seconds=0.5)
+    assert f"{found}" == "a <b>\n" and "<Generation 'a <b>" in repr(found)
+    html = found._repr_html_()
+    assert "a &lt;b&gt;" in html and "3 tokens at 4.0 per second, after 3 of prompt at 30.0" in html
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory"), [("llama", "q8_0 KV cache of"), ("mamba", "recurrent states of")]
+)
+def test_a_session_shows_what_it_holds(models: Callable[..., Path], kind: str, memory: str) -> None:
+    with TextModel(models(kind), ["CPU"], n_ctx=64, kv_type="q8_0") as model:
+        session = model.session()
+        session.generate([5, 6, 7], max_tokens=2, ignore_eos=True)
+        told = repr(session)
+        assert f"{len(session.tokens)} of 64 tokens of context" in told and len(session.tokens) == 4
+        assert memory in told and told.endswith("on CPU>") and memory in session._repr_html_()
