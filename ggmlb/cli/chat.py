@@ -23,15 +23,15 @@ HELP = (
 def chat(
     open_model: OpenModel,
     system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System prompt (default: none).")
+        str | None, typer.Option("--system", help="System message, the first of the conversation.")
     ] = None,
     max_tokens: Annotated[
-        int, count("--max-tokens", "-n", help="Number of tokens per answer, at most.")
+        int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens of an answer.", min=1)
     ] = 512,
     temperature: TemperatureOption = 0.8,
     seed: SeedOption = None,
 ) -> None:
-    """Chat with a GGUF model; earlier messages stay in the KV cache.
+    """Chat with a GGUF model; each turn computes only its new tokens.
 
     Examples:
       ggmlb chat -m model.gguf

@@ -1,4 +1,4 @@
-"""`ggmlb compare`: the error of one quantisation of a language model against another."""
+"""`ggmlb compare`: errors of a quantised language model against a reference."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ggmlb.core.errors import ArgumentError
 if TYPE_CHECKING:
     from ggmlb.models import Comparison, TextModel
 
-GgufArgument = Annotated[Path, typer.Argument(metavar="A.gguf", help="Reference model, a GGUF file.")]
+GgufArgument = Annotated[Path, typer.Argument(metavar="A.gguf", help="Reference, a GGUF file.")]
 OtherArgument = Annotated[
-    Path | None, typer.Argument(metavar="B.gguf", help="The same model in another data type.")
+    Path | None, typer.Argument(metavar="B.gguf", help="The same model, quantised otherwise.")
 ]
 
 SHARES = {"median": 0.5, "99 %": 0.99, "largest": 1.0}
-"""Quantiles of the divergence that are shown."""
+"""Printed quantiles of the divergence."""
 
 
 def compare(
@@ -36,9 +36,9 @@ def compare(
             "--file", "-f", metavar="FILE", help="Text file in UTF-8 (default: a short built-in text)."
         ),
     ] = None,
-    ctx: Annotated[int, count("--ctx", "-c", help="Chunk size in tokens.")] = 512,
+    ctx: Annotated[int, typer.Option("--ctx", "-c", help="Chunk size in tokens.", min=1)] = 512,
     max_tokens: Annotated[
-        int | None, count("--max-tokens", "-n", help="Number of tokens of the text (default: all).")
+        int | None, typer.Option("--max-tokens", "-n", help="Maximum number of tokens of the text.", min=1)
     ] = None,
     as_json: JsonOption = False,
     devices: DevicesOption = None,
@@ -46,8 +46,9 @@ def compare(
 ) -> None:
     """Compare two quantisations of a language model over a text, layer by layer.
 
-    Printed are the normalised mean squared error (NMSE) of the hidden states after each layer, the
-    Kullback-Leibler divergence of the predicted distributions, and how often both predict the same token.
+    Shown are the error of the hidden states after each layer (the mean over tokens of the squared difference
+    over the reference's square), the Kullback-Leibler divergence of the predictions, and how often both
+    predict the same token.
 
     Examples:
       ggmlb compare model-f16.gguf model-q4_K.gguf

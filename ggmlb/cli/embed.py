@@ -24,12 +24,12 @@ def embed(
         ),
     ],
     output_file: Annotated[
-        Path, typer.Option("--output", metavar="FILE", help="NumPy file to write: float32, one row per text.")
+        Path, typer.Option("--output", metavar="FILE", help="File to write: .npy, float32 (n_texts, 384).")
     ],
     model: ModelOption = None,
     devices: DevicesOption = None,
     layers_on: LayersOption = None,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Batch size in texts.")] = 32,
+    batch: Annotated[int, typer.Option("--batch", help="Maximum number of texts per batch.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
     """Compute sentence embeddings of a JSON list of texts: float32 rows of length 1.

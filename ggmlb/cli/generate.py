@@ -17,71 +17,54 @@ if TYPE_CHECKING:
     from ggmlb.models import Generation, TextModel
 
 TemperatureOption = Annotated[
-    float,
-    typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 takes the most likely token."),
+    float, typer.Option("--temperature", help="Sampling temperature; 0: always the most likely token.")
 ]
 SeedOption = Annotated[
-    int | None, count("--seed", help="Seed of the random numbers (default: a random one, printed).", least=0)
+    int | None,
+    typer.Option("--seed", help="Seed of the random numbers (default: random, shown at the end).", min=0),
 ]
 
 
 @takes_model
 def generate(
     open_model: OpenModel,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt to continue.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")] = None,
     prompt_tokens: Annotated[
         str | None,
-        typer.Option("--prompt-tokens", metavar="1,2,3", help="Prompt as token ids, comma-separated."),
+        typer.Option("--prompt-tokens", metavar="1,2,3", help="Token ids to continue, instead of a text."),
     ] = None,
     chat: Annotated[
         str | None,
-        typer.Option("--chat", metavar="TEXT", help="Question to answer, in the model's chat template."),
+        typer.Option("--chat", metavar="TEXT", help="Message of a user, put into the model's chat template."),
     ] = None,
     max_tokens: Annotated[
-        int, count("--max-tokens", "-n", help="Number of tokens to predict.", least=0)
+        int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.", min=0)
     ] = 128,
     temperature: TemperatureOption = 0.8,
     top_k: Annotated[
-        int,
-        typer.Option("--top-k", metavar="K", help="Sample only from the K most likely tokens (0: no limit)."),
+        int, typer.Option("--top-k", help="Sample only from the K most likely tokens (0: no limit).")
     ] = 40,
     top_p: Annotated[
         float,
-        typer.Option(
-            "--top-p", metavar="P", help="Nucleus sampling: top tokens of total probability P (1: off)."
-        ),
+        typer.Option("--top-p", help="Nucleus sampling: the most likely tokens with this total probability."),
     ] = 0.95,
     min_p: Annotated[
-        float,
-        typer.Option(
-            "--min-p", metavar="P", help="Drop tokens below P times the top token's probability (0: off)."
-        ),
+        float, typer.Option("--min-p", help="Minimum probability, relative to the most likely token.")
     ] = 0.05,
     repeat_penalty: Annotated[
-        float,
-        typer.Option("--repeat-penalty", metavar="X", help="Penalty on repeating recent tokens (1: off)."),
+        float, typer.Option("--repeat-penalty", help="Penalty of recent tokens (1: none).")
     ] = 1.0,
     seed: SeedOption = None,
     stop: Annotated[
-        list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="Text at which generation stops (repeatable)."),
+        list[str] | None, typer.Option("--stop", help="Text that ends the generation; repeatable.")
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")
+        bool, typer.Option("--ignore-eos", help="Continue after the end-of-text token.")
     ] = False,
     logprobs: Annotated[
-        int,
-        count(
-            "--logprobs",
-            help="Number of top tokens whose log-probabilities --json has, for each position. ",
-            least=0,
-        ),
+        int, typer.Option("--logprobs", help="Show log-probabilities of the N most likely tokens.", min=0)
     ] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end, in place of the text.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> None:
     """Generate text with a GGUF model on one or several devices.
 

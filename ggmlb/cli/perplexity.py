@@ -18,8 +18,10 @@ from ggmlb.cli.options import JsonOption, count, text_of
 def perplexity(
     open_model: OpenModel,
     file: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="Text file in UTF-8.")],
-    ctx: Annotated[int, count("--ctx", "-c", help="Chunk size in tokens.", least=4)] = 512,
-    chunks: Annotated[int | None, count("--chunks", help="Number of chunks to read (default: all).")] = None,
+    ctx: Annotated[int, typer.Option("--ctx", "-c", help="Chunk size in tokens.", min=4)] = 512,
+    chunks: Annotated[
+        int | None, typer.Option("--chunks", help="Maximum number of chunks (default: all).", min=1)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compute the perplexity of a text over the second half of each chunk, as llama.cpp does.
@@ -33,6 +35,4 @@ def perplexity(
     if as_json:
         plain.echo(json.dumps(found._asdict()))
         return
-    plain.echo(
-        f"perplexity {found.value:.4f} +/- {found.error:.4f}, over {found.n_tokens:,} predicted tokens"
-    )
+    plain.echo(f"perplexity {found.value:.4f} +/- {found.error:.4f}, {found.n_tokens} tokens predicted")

@@ -40,7 +40,7 @@ QUANTUM = 32
 """Block size of ggml's smaller quantised types."""
 
 L2_EPS = 1e-12
-"""Least norm that an embedding is divided by."""
+"""Smallest norm that an embedding is divided by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,9 @@ class BertEmbedder(ModelOnDevices):
         return None if self._runs.last is None else self._runs.scheduler
 
     def summary(self) -> Summary:
-        """Return what the model is, which device holds what, and the memory of each.
+        """Return the model's sizes, the parts on each device, and the memory of each device.
 
-        Before the first batch, no memory of results is counted.
+        Before the first batch, compute memory is not counted.
 
         Raises:
             FreedError: The embedder was closed.

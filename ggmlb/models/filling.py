@@ -1,4 +1,4 @@
-"""Tensors of mapped files in the memory of devices: in place, or copied some rows at a time."""
+"""Placement of a file's tensors in device memory: in place, or copied in slices."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ GROUP: Final = 64
 
 
 def map_tensors(device: Device, tensors: Iterable[tuple[Tensor, Extent]]) -> list[Buffer]:
-    """Place tensors inside the mapped files, as far as the device can use them there.
+    """Place tensors inside the mapped files, if the device can use them there.
 
     Args:
         device: The device.
-        tensors: Tensors in no buffer yet, with their places. Those of another type than in the file, or that
-            are not aligned as the device needs it, are left in no buffer.
+        tensors: Unplaced tensors, with their places in files. Tensors of another type than in the file, or
+            not aligned for the device, stay unplaced.
 
     Returns:
         A buffer for each file; empty where the device cannot use mapped files.

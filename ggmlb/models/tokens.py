@@ -1,4 +1,4 @@
-"""Tokenizer, and batches of texts with little padding."""
+"""Tokenizer of BERT models, and batches of texts with little padding."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Shape = tuple[int, int]
 """Shape of a batch: padded length and number of texts."""
 
 MAX_WORD = 256
-"""Most characters of a word that WordPiece may cut, whose time is their cube; BERT has 100."""
+"""Longest word that WordPiece may cut [characters], as its time is cubic; BERT has 100."""
 
 MAX_GROWTH = 1 << 10
-"""Most characters that a normaliser may make of one; known ones make some dozens."""
+"""Largest growth of a text by a normaliser, in characters per character; known ones have some dozens."""
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Allowed numbers of texts per batch: few, so that graphs of earlier batches are reused."""
@@ -36,7 +36,7 @@ BATCH_OVERHEAD = 24
 """Cost of an additional batch, in computed tokens."""
 
 NEW_SHAPE = 1.1
-"""Additional cost of a batch shape without a plan; later batches share the rest of the plan's cost."""
+"""Cost factor of a batch shape that has no graph yet."""
 
 
 _OF_THE_MODEL = "use the tokenizer.json that came with the model"
@@ -110,7 +110,7 @@ class Tokenizer:
 
 
 def _growth(normalizer: Mapping[str, Any]) -> int:
-    """Return how many characters a normaliser of `tokenizers` makes of one at most.
+    """Return the largest number of characters that a normaliser makes of one.
 
     Not counted are those whose factor is small and the same in all files (NFKD: 18).
     """

@@ -46,8 +46,8 @@ class Source(NamedTuple):
     Attributes:
         names: Tensors of the file; several are stacked, one below the other.
         shape: Shape of each of them, NumPy order.
-        is_matrix: Whether it may be stored in another type than float32.
-        is_multiplied: Whether only products read it.
+        is_matrix: Whether it may have another type than float32.
+        is_multiplied: Whether products alone read it.
     """
 
     names: tuple[str, ...]
@@ -62,11 +62,10 @@ class Weights:
     Args:
         file: The model's file, as a `TensorFile` or `GgufFile`.
         matrix_type: Type in which matrices are stored; that of the file if `None`, blocks as they are.
-        overrides: Memory for some weights, by regular expression, the first match counts; `None`: none.
+        overrides: Buffer types of single weights by regular expression; the first match counts.
 
     Attributes:
-        spaces: Memories that hold weights, with the bytes in each; of the mapped file, those of the weights,
-            each counted once.
+        spaces: Bytes of weights by buffer type; in the mapped file, each weight counts once.
     """
 
     def __init__(
@@ -86,11 +85,10 @@ class Weights:
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
         """Place weights in a device's memory; the mapped file is used in place where possible.
 
-        Operands of products go into the first of the device's extra buffer types from which their products
-        are faster (`BufferType.suits`); and where they take no more memory in it, if they are quantised or a
-        type was asked for. The rest is read in place where the device can use a mapped
-        file. Copies are made in slices, whose pages in the mapped file are then given back, so that the
-        memory in use stays near the size of the weights.
+        Weights of products go into the first extra buffer type of the device that makes the product faster
+        (`BufferType.suits`); if quantised, or of a requested type, only where they take no more memory there.
+        Other weights are read in place where the device can use a mapped file. Copies are made in slices,
+        whose pages in the mapped file are then released, so that little more memory than the weights is used.
 
         Args:
             sources: Sources of the weights, by tensor names.
@@ -159,20 +157,20 @@ class Weights:
             self._file.check_unchanged()
 
     def error_in_values(self, found: str) -> ModelError:
-        """Return the error about a result that is not finite or 0, naming the weight with NaN or infinity."""
+        """Return the error about a result that is 0 or not finite; it names the weight that is not finite."""
         if (name := self.not_finite()) is not None:
             return ModelError(
                 f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "
                 "download it again"
             )
-        kept = "the type of the file" if self._matrix_type is None else self._matrix_type.name
+        stored = "the type of the file" if self._matrix_type is None else self._matrix_type.name
         return ModelError(
             f"{found} is not finite, or of length 0, though all weights in {self._file.path} are finite; "
-            f"they are stored in {kept}: try weight_type='f32', and another device"
+            f"they are stored in {stored}: try weight_type='f32', and another device"
         )
 
     def not_finite(self, prefix: str = "") -> str | None:
-        """Return the first placed weight with NaN or infinity whose name begins so; `None`: there is none."""
+        """Return the first placed weight with NaN or infinity whose name has the prefix, or `None`."""
         for name, extent in self._placed.items():
             if name.startswith(prefix) and not all(
                 np.isfinite(values_of(rows, extent.dtype)).all() for rows in slices(extent)

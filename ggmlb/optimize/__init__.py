@@ -1,12 +1,12 @@
-"""Training: losses, optimizers and epochs over data sets, ggml-opt's counterpart on the public names alone.
+"""Training (ggml-opt's counterpart): losses, optimizers and epochs over data sets.
 
     from ggmlb import optimize
 
     with optimize.OptContext(scheduler, x, logits, "cross_entropy", optimize.AdamW(1e-3)) as opt:
         opt.epoch(optimize.Dataset(images, digits))
 
-The scheduler splits forward pass, backward pass and optimizer over its devices, as it splits any graph; a
-step plans nothing. `fit` is all of it in one call.
+The scheduler splits forward pass, backward pass and optimizer over its devices, as it splits any graph;
+graphs are planned once. `fit` trains in one call.
 """
 
 from ggmlb.optimize.context import LossType, OptContext, Schedule

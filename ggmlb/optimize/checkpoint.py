@@ -1,4 +1,4 @@
-"""Checkpoints of training as files: arrays by name, and a state as JSON, in safetensors or GGUF."""
+"""Checkpoint files: arrays by name and a state in JSON, as safetensors or GGUF."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ggmlb.system.replaced_file import replaced
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 KEY = "ggmlb.checkpoint"
-"""Of the state in the file's metadata."""
+"""Metadata key of the state."""
 
 
 def write(path: str | os.PathLike[str], state: Mapping[str, Any], arrays: Arrays) -> None:
@@ -35,15 +35,15 @@ def write(path: str | os.PathLike[str], state: Mapping[str, Any], arrays: Arrays
 def read(
     path: str | os.PathLike[str], optimizer: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Any], Arrays]:
-    """Return the state and the arrays of a checkpoint; nothing else of the file is read.
+    """Return the state and the arrays of a checkpoint.
 
     Args:
         path: The file.
-        optimizer: That which must have written it.
-        shapes: Of the arrays that it must have, of float32.
+        optimizer: Name of the optimizer that must have written it.
+        shapes: Required arrays of float32, by name.
 
     Raises:
-        ArgumentError: The name has another end.
+        ArgumentError: The name ends neither in `.safetensors` nor in `.gguf`.
         ModelError: The file is missing, damaged or of another model.
     """
     path = Path(path)
@@ -98,7 +98,7 @@ def _read_safetensors(path: Path) -> Found:
 
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
 Found = tuple[str, Kinds, Callable[[str], npt.NDArray[Any]]]
-"""A file's state, the types and shapes of its arrays, and what reads one."""
+"""A file's state, the types and shapes of its arrays, and a function that reads an array."""
 
 Format = tuple[Callable[[Path, str, Arrays], None], Callable[[Path], Found]]
 

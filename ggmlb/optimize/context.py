@@ -1,4 +1,4 @@
-"""OptContext: the graphs that compute, train and measure a model, and their state."""
+"""OptContext: the graphs that train and evaluate a model, with optimizer state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ggmlb.optimize.result import Callback, Epoch, Progress, Result
 
 
 class LossType(IntEnum):
-    """What is made small (ggml_opt_loss_type).
+    """The loss that training minimises (ggml_opt_loss_type).
 
     Attributes:
         MEAN: The mean of the outputs, which may be any loss.
@@ -73,33 +73,34 @@ class OptContext(Unique, Closeable):
     """Trains the parameters of a graph (ggml_opt_context); a context manager, which frees its memory.
 
     Parameters are the tensors under `outputs` that `set_param` marks: f32, and placed in a buffer. Moments
-    and accumulated gradients lie in memory of the same type, so that the scheduler runs each parameter's step
-    where the parameter is. The graphs are built once. Without accumulation, the step of a parameter stands
-    right after the last node that reads it, so that its gradient's memory is used again.
+    and accumulated gradients are in memory of the same type, so that the scheduler runs each parameter's step
+    on the parameter's device. The graphs are built once. Without accumulation, the step of a parameter comes
+    right after the last node that reads it, so that the memory of its gradient is reused.
 
     Args:
-        scheduler: Computes the graphs. With accumulation there are two, which alternate: give
-            `keep_graphs=True`, and none is planned again.
-        inputs: Leafs for a batch of data: the data points of a batch lie one after the other in each.
-        outputs: What the loss is made of.
-        loss_type: See `LossType`; by its name, too.
+        scheduler: Computes the graphs. With accumulation, two graphs alternate: `keep_graphs=True` keeps both
+            planned.
+        inputs: Leafs for a batch of data, with the data points of a batch one after the other.
+        outputs: The operand of the loss, such as logits.
+        loss_type: A `LossType`, or its name.
         optimizer: Hyperparameters, or a function that returns those of each step.
-        opt_period: Batches whose gradients are added up before a step.
-        class_labels: Labels are the numbers of classes (integers), as PyTorch's `cross_entropy` takes them,
+        opt_period: Batches per optimizer step, whose gradients are accumulated.
+        class_labels: Whether labels are class indices (integers), as PyTorch's `cross_entropy` takes them,
             instead of probabilities.
         n_batch: Data points of a batch; by default the first input's outermost extent above 1.
-        seed: Of the orders of data.
+        seed: Seed of the order of the data.
 
     Attributes:
         inputs: As given.
         outputs: As given.
         loss: Output: the loss of a batch, a scalar; of `opt_period` batches, divided by that number.
-        labels: Input: labels of a batch; `None` where the loss needs none.
-        pred: Output: the largest element of each row of outputs, i32; `None` without a cross entropy.
-        n_correct: Output: how many of them are right, i64; `None` likewise.
-        params: The parameters, by name; `param_0` and so on for those without, or with a name used before.
+        labels: Input: labels of a batch; `None` if the loss needs none.
+        pred: Output: the index of the largest element of each row of outputs, i32; `None` without a cross
+            entropy.
+        n_correct: Output: the number of correct predictions, i64; `None` likewise.
+        params: The parameters by name; `param_0` and so on without a unique name.
         optimizer: Hyperparameters of the last step, or of the first.
-        iteration: Steps that were taken.
+        iteration: Number of steps so far.
         n_batch: As given.
         rng: Shuffles data.
 
@@ -203,11 +204,11 @@ class OptContext(Unique, Closeable):
             if param.buffer is None or param.dtype is not DType.F32 or not param.is_contiguous():
                 raise ArgumentError(
                     f"OptContext: parameter {name!r} is {param.describe()}; parameters are contiguous f32 "
-                    "tensors that lie in a buffer: place them by alloc_ctx_tensors"
+                    "tensors in a buffer: place them by alloc_ctx_tensors"
                 )
 
     def _build_steps(self, optimizer: Optimizer) -> None:
-        """Build the graphs that train, with moments and accumulators in memory."""
+        """Build the training graphs, with moments and accumulators in memory."""
         ctx, params = self._ctx, list(self.params.values())
         beside: dict[BufferType, Context] = {}
 
@@ -228,7 +229,7 @@ class OptContext(Unique, Closeable):
         grads = {p: accs.get(p, g) for p in params if (g := graph.grad(p)) is not None}
         if not grads:
             raise ArgumentError(
-                "OptContext: no gradient reaches the parameters: all ways to them round, count or choose"
+                "OptContext: no gradient reaches the parameters: every path to them has an op without one"
             )
         steps = {p: optimizer.step(ctx, p, g, self._moments[p], self._numbers) for p, g in grads.items()}
         if accs:
@@ -243,20 +244,20 @@ class OptContext(Unique, Closeable):
 
     @property
     def graph(self) -> Graph:
-        """The graph that `alloc` placed last, to look at."""
+        """The graph that `alloc` placed last."""
         return self._graph
 
     @property
     def training_graph(self) -> Graph:
-        """The graph that trains, with its steps unless gradients are accumulated."""
+        """The training graph, with optimizer steps unless gradients are accumulated."""
         return self._training
 
     def grad_acc(self, param: Tensor) -> Tensor | None:
-        """Return what accumulates a parameter's gradient; `None` without accumulation (ggml_opt_grad_acc)."""
+        """Return the gradient accumulator of a parameter; `None` without accumulation (ggml_opt_grad_acc)."""
         return self._gradients.grad_acc(param)
 
     def reset(self, optimizer: bool = False) -> None:
-        """Set accumulated gradients to 0; with `optimizer`, also its moments and its count of steps.
+        """Set accumulated gradients to 0; with `optimizer`, also its moments and its step count.
 
         Source: ggml_opt_reset.
         """
@@ -268,7 +269,7 @@ class OptContext(Unique, Closeable):
                 moment.memset(0)
 
     def alloc(self, backward: bool = True) -> None:
-        """Place the graph that trains, or that which measures only, to set its inputs (ggml_opt_alloc).
+        """Place the training graph, or the forward graph, so that its inputs can be set (ggml_opt_alloc).
 
         Raises:
             AllocationError: A device lacks room.
@@ -281,7 +282,7 @@ class OptContext(Unique, Closeable):
         self._scheduler.alloc_graph(self._graph)
 
     def set_batch(self, data: Sequence[npt.ArrayLike], labels: npt.ArrayLike | None = None) -> None:
-        """Write a batch into the inputs; arrays have their shapes, or as many elements.
+        """Write a batch into the inputs; arrays have the inputs' shapes or number of elements.
 
         Raises:
             ShapeError: An array does not fit.
@@ -299,7 +300,7 @@ class OptContext(Unique, Closeable):
             _fill(self.labels, self._checked(np.asarray(labels)))
 
     def _checked(self, labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return labels that the loss takes."""
+        """Check and return labels."""
         n, n_rows = self.outputs.ne[0], self.outputs.n_rows
         are_numbers = labels.dtype.kind in "iu" and labels.size == n_rows
         if self._class_labels and not (are_numbers and labels.min() >= 0 and labels.max() < n):
@@ -319,7 +320,7 @@ class OptContext(Unique, Closeable):
         """Compute the placed graph with the current inputs, and take a step when one is due (ggml_opt_eval).
 
         Args:
-            result: What is measured is added to it.
+            result: Loss and predictions are added to it.
 
         Raises:
             Error: The computation failed, or was stopped by a callback.
@@ -380,17 +381,17 @@ class OptContext(Unique, Closeable):
         callback_train: Callback | None = None,
         callback_eval: Callback | None = None,
     ) -> bool:
-        """Train with the first `n_train` data points, and measure with the others (ggml_opt_epoch).
+        """Train with the first `n_train` data points, and evaluate the others (ggml_opt_epoch).
 
         Data points that do not fill a batch are left out.
 
         Args:
             dataset: As many arrays as there are inputs.
-            result_train: What is measured while training is added to it.
-            result_eval: What is measured after that.
-            n_train: All by default.
+            result_train: Losses of training are added to it.
+            result_eval: Losses of evaluation are added to it.
+            n_train: Data points to train with; all by default.
             callback_train: Called after each batch of training.
-            callback_eval: Called after each batch that is measured.
+            callback_eval: Called after each batch of evaluation.
 
         Returns:
             Whether the epoch ended; false if a callback returned `False`.
@@ -430,13 +431,12 @@ class OptContext(Unique, Closeable):
 
         Args:
             dataset: Data and labels.
-            n_epochs: How often all data is used.
-            val_split: Share of the data points, the last ones, that measure and do not train; from 0 to
-                below 1.
+            n_epochs: Number of passes over the data.
+            val_split: Fraction of the data points, the last ones, for validation; from 0 to below 1.
             callback: Called after each batch; `False` ends the training.
 
         Returns:
-            What each epoch measured.
+            Results of each epoch.
         """
         if not 0 <= val_split < 1:
             raise ArgumentError(f"fit: val_split is {val_split}; give a share from 0 to below 1")
@@ -460,12 +460,12 @@ class OptContext(Unique, Closeable):
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write parameters and the optimizer's state, as safetensors or GGUF by the end of the name.
+        """Save parameters and optimizer state, as `.safetensors` or `.gguf`.
 
-        Training that goes on after `load` gives the same bits as training that was not interrupted.
+        Training resumed by `load` gives the same bits as uninterrupted training.
 
         Raises:
-            ArgumentError: The name has another end.
+            ArgumentError: The name has another suffix.
             ModelError: The file cannot be written.
         """
         state = {
@@ -477,7 +477,7 @@ class OptContext(Unique, Closeable):
         write(path, state, {name: tensor.to_numpy() for name, tensor in self._state_tensors().items()})
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read what `save` wrote.
+        """Load a checkpoint of `save`.
 
         Raises:
             ModelError: The file is missing or damaged, or of another model or optimizer; nothing is changed.
@@ -538,7 +538,7 @@ def _named(params: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 def _one_hot(ctx: Context, logits: Tensor, labels: Tensor) -> Tensor:
-    """Rows of 0, with 1 at the place of each row's class."""
+    """Return rows of 0 with 1 at the index of each row's class."""
     n, n_rows = logits.ne[:2]
     zeros = ctx.reshape_3d(ctx.fill(logits, 0.0), 1, n, n_rows)
     ones = ctx.fill(ctx.cast(ctx.reshape_3d(labels, 1, 1, n_rows), DType.F32), 1.0)

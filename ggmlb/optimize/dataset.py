@@ -1,4 +1,4 @@
-"""Dataset: arrays of data and labels, read in batches, in an order that may be shuffled."""
+"""Dataset: arrays of data and labels, read in batches, optionally shuffled."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Dataset:
 
     Args:
         data: Arrays whose first dimension counts data points; one for each input of the graph.
-        labels: The same of labels, if the loss compares outputs with some.
-        n_shard: Neighbouring data points that stay together when the order is shuffled; those of a last,
-            smaller shard come last.
+        labels: Labels of each data point, if the loss needs them.
+        n_shard: Neighbouring data points that stay together in a shuffle; a last, smaller shard stays last.
 
     Raises:
         ArgumentError: There are no arrays, or they have different numbers of data points.
@@ -54,7 +53,7 @@ class Dataset:
     def shuffle(self, rng: np.random.Generator, n: int | None = None) -> None:
         """Put the first `n` data points (all by default) in a random order (ggml_opt_dataset_shuffle).
 
-        The order depends on `rng` alone, not on earlier shuffles; the others stay as they were given.
+        The order depends on `rng` alone, not on earlier shuffles; further data points keep their order.
         """
         if not 0 <= (n_shuffled := len(self) if n is None else n) <= len(self):
             raise ArgumentError(f"shuffle: n is {n}; give 0 to {len(self)}")
@@ -68,7 +67,7 @@ class Dataset:
         """Return the `i`-th batch of `n` data points: data and labels (ggml_opt_dataset_get_batch).
 
         Raises:
-            ArgumentError: There are not so many.
+            ArgumentError: There are fewer batches.
         """
         n_batches = len(self) // n if n > 0 else 0
         if not 0 <= i < n_batches:

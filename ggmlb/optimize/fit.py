@@ -1,4 +1,4 @@
-"""fit: epochs over a data set in one call."""
+"""fit: training in one call."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def fit(
         scheduler: As for `OptContext`; so are `inputs`, `outputs`, `loss_type`, `optimizer`, `class_labels`,
             `n_batch` and `seed`.
         inputs: Leafs for a batch of data.
-        outputs: What the loss is made of.
+        outputs: The operand of the loss, such as logits.
         dataset: Data and labels.
-        loss_type: What is made small.
+        loss_type: A `LossType`, or its name.
         optimizer: Hyperparameters, or a function that returns those of each step.
-        n_epochs: How often all data is used.
-        n_batch_logical: Data points between steps, a multiple of those of a batch; by default a batch.
-        val_split: Share of the data points, the last ones, that measure and do not train; from 0 to below 1.
-        class_labels: Whether labels are numbers of classes.
-        n_batch: Data points of a batch.
+        n_epochs: Number of passes over the data.
+        n_batch_logical: Data points per optimizer step, a multiple of a batch; a batch by default.
+        val_split: Fraction of the data points, the last ones, for validation; from 0 to below 1.
+        class_labels: Whether labels are class indices.
+        n_batch: Data points per batch.
         callback: Called after each batch; `False` ends the training.
-        seed: Of the orders of data.
+        seed: Seed of the order of the data.
 
     Returns:
-        What each epoch measured.
+        Results of each epoch.
 
     Raises:
         ArgumentError: An argument is out of range.

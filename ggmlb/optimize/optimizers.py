@@ -1,4 +1,4 @@
-"""Optimizers: their hyperparameters, and the nodes that change a parameter by its gradient."""
+"""Optimizers: hyperparameters, and the nodes that update a parameter."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class AdamW:
                 raise ArgumentError(f"AdamW: {name} is {beta}; give a number from 0 to below 1")
 
     def numbers(self, iteration: int) -> list[float]:
-        """Return what `opt_step_adamw` takes at a step, counted from 1.
+        """Return the numbers of `opt_step_adamw` at a step, counted from 1.
 
         Raises:
-            ArgumentError: There is no such step.
+            ArgumentError: The step is below 1.
         """
         if iteration < 1:
             raise ArgumentError(f"AdamW: iteration is {iteration}; steps are counted from 1")
@@ -58,7 +58,7 @@ class AdamW:
     def step(
         self, ctx: Context, param: Tensor, grad: Tensor, moments: Sequence[Tensor], numbers: Tensor
     ) -> Tensor:
-        """Return the node that changes a parameter and its moments."""
+        """Return the node that updates a parameter and its moments."""
         if len(moments) != 2:
             raise ArgumentError(f"AdamW: {len(moments)} moments; give 2")
         first, second = moments
@@ -89,13 +89,13 @@ class SGD:
         _check(self, alpha=self.alpha, wd=self.wd)
 
     def numbers(self, iteration: int) -> list[float]:
-        """Return what `opt_step_sgd` takes."""
+        """Return the numbers of `opt_step_sgd`."""
         return [self.alpha, self.wd]
 
     def step(
         self, ctx: Context, param: Tensor, grad: Tensor, moments: Sequence[Tensor], numbers: Tensor
     ) -> Tensor:
-        """Return the node that changes a parameter."""
+        """Return the node that updates a parameter."""
         return ctx.opt_step_sgd(param, grad, numbers)
 
 

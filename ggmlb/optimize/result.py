@@ -1,4 +1,4 @@
-"""Result: what was measured over batches; Progress: what a callback is told after each."""
+"""Result: losses and predictions over batches; Progress: the argument of callbacks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Result:
     """Losses and predictions of batches, as `OptContext.eval` adds them (ggml_opt_result).
 
     Attributes:
-        losses: Of each batch.
+        losses: Loss of each batch.
         n_data: Data points of all batches.
-        n_correct: Rows of outputs whose largest element is that of their labels; -1: not counted.
+        n_correct: Number of correct predictions; -1: not counted.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Result:
     def add(
         self, loss: float, n_data: int, pred: npt.NDArray[np.int32] | None = None, n_correct: int = 0
     ) -> None:
-        """Add a batch; `pred` and `n_correct` where outputs are compared with labels."""
+        """Add a batch; with `pred` and `n_correct` if there are labels."""
         self.losses.append(loss)
         self.n_data += n_data
         if pred is not None:
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Share of rows of outputs that are right; NaN if none are counted (ggml_opt_result_accuracy)."""
+        """Fraction of correct predictions; NaN if none are counted (ggml_opt_result_accuracy)."""
         return self.n_correct / self._n_rows if self._n_rows else math.nan
 
     @property
@@ -73,7 +73,7 @@ class Result:
 
     @property
     def pred(self) -> npt.NDArray[np.int32]:
-        """The largest element of each row of outputs, in the order of the batches (ggml_opt_result_pred)."""
+        """The predicted class of each row of outputs, batch by batch (ggml_opt_result_pred)."""
         return np.concatenate(self._pred) if self._pred else np.zeros(0, np.int32)
 
     def __repr__(self) -> str:
@@ -84,11 +84,11 @@ class Result:
 
 
 class Epoch(NamedTuple):
-    """What an epoch measured.
+    """Results of an epoch.
 
     Attributes:
-        train: While training.
-        eval: After it, with the data points set aside.
+        train: Results of training.
+        eval: Results of the validation data, after training.
     """
 
     train: Result
@@ -101,13 +101,13 @@ class Progress:
     """The state of an epoch after a batch.
 
     Attributes:
-        is_training: Whether parameters are changed; else they are evaluated.
-        opt: Computes the batches.
-        dataset: Their source.
-        result: What was measured so far.
-        n_done: Batches that are done.
+        is_training: Whether this is training; else evaluation.
+        opt: The optimizer context.
+        dataset: The data set.
+        result: Results so far.
+        n_done: Finished batches.
         n_batches: Batches of this part of the epoch.
-        start: When it began, by `time.perf_counter` [s].
+        start: Start time by `time.perf_counter` [s].
     """
 
     is_training: bool
@@ -120,12 +120,12 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Time since the beginning [s]."""
+        """Time since the start [s]."""
         return perf_counter() - self.start
 
     @property
     def remaining(self) -> float:
-        """Estimated time to the end [s]."""
+        """Estimated remaining time [s]."""
         return self.seconds / self.n_done * (self.n_batches - self.n_done)
 
 
@@ -135,7 +135,7 @@ alias("Callback", "Callable")
 
 
 MOST_WIDTH = 1000
-"""Most characters of a bar."""
+"""Largest width of a bar [characters]."""
 
 
 @checked

@@ -1,4 +1,4 @@
-"""ChatTemplate: a conversation as one text, by the Jinja template of a model file."""
+"""ChatTemplate: a conversation rendered as one text by the Jinja template of a model file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Final
 from ggmlb.core.errors import ArgumentError, ModelError, kind_of, shown
 
 NEEDLE: Final = "needle"
-"""What is looked for in the text of messages by which a template is tried."""
+"""Marker in the messages with which a template is probed."""
 
 MAX_SOURCE: Final = 1 << 16
 """Longest template [characters]; the longest known has 17,000."""
@@ -28,7 +28,7 @@ MAX_TIME_S = 5.0
 
 
 class ChatTemplate:
-    """A chat template, as model files and Hugging Face's `tokenizer_config.json` have them.
+    """A chat template, as in model files and Hugging Face's `tokenizer_config.json`.
 
     It is run in Jinja's sandbox, in a process with limits of time and memory (`template_sandbox`).
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         return self._rendered(normalised, add_generation_prompt, variables)
 
     def _normalised(self, i: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message in the form that the template takes."""
+        """Return a message in the form that the template supports."""
         if not isinstance(message, Mapping):
             raise ArgumentError(f"message {i} is {kind_of(message)}; give {{'role': ..., 'content': ...}}")
         found = dict(message)
@@ -101,7 +101,7 @@ class ChatTemplate:
         return found
 
     def _call(self, call: Any) -> Any:
-        """Return a tool call with its arguments as the template takes them."""
+        """Return a tool call with its arguments in the form that the template supports."""
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or "arguments" not in function:
             return call
@@ -115,7 +115,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether the template shows content that is a text; else a list of parts, where it shows these."""
+        """Whether the template supports content as a text; else it supports a list of parts."""
         return NEEDLE in self._tried({"role": "user", "content": NEEDLE}) or not self._takes_parts
 
     @cached_property
@@ -125,7 +125,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_objects(self) -> bool:
-        """Whether the template shows arguments that are no text otherwise than Python does."""
+        """Whether the template formats arguments that are objects, not by Python's `str`."""
         function = {"name": "f", "arguments": {NEEDLE: "x"}}
         call = {"id": "123456789", "type": "function", "function": function}
         user = {"role": "user", "content": "x"}
@@ -133,7 +133,7 @@ class ChatTemplate:
         return NEEDLE in text and f"'{NEEDLE}':" not in text
 
     def _tried(self, *messages: dict[str, Any]) -> str:
-        """Return the text of messages; empty where the template fails."""
+        """Return the text of messages; empty if the template fails."""
         try:
             return self._rendered(messages, True, {})
         except ModelError:
@@ -171,7 +171,7 @@ def _is_text(part: object) -> bool:
 
 
 class _Sandbox:
-    """The process that renders templates, started with the first and again when one has ended it."""
+    """The process that renders templates; started on first use, and restarted after a crash."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -221,7 +221,7 @@ class _Sandbox:
                 pass
 
     def _forget(self) -> None:
-        """Leave the process to the parent that has started it."""
+        """After a fork, leave the process to the parent."""
         self._lock = Lock()
         self._parents, self._process = self._process, None
 

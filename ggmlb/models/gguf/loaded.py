@@ -23,7 +23,7 @@ class LoadedTensors(Mapping[str, Tensor]):
     """Tensors by name, as `GgufFile.load` places them; a context manager that frees their memory.
 
     Attributes:
-        buffers: Where they lie.
+        buffers: The memory of the tensors.
     """
 
     def __init__(

@@ -21,11 +21,11 @@ Rank = Callable[[str, str], "float | None"]
 """Rank of a pair of neighbours; `None` if they do not merge."""
 
 SPACE: Final = "\u2581"
-"""The character that stands for a space in tokens of SentencePiece."""
+"""The character for a space in tokens of SentencePiece."""
 
 CACHED_WORDS: Final = 1 << 14
 CACHED_LENGTH: Final = 64
-"""Longest word that is remembered with its tokens [characters]."""
+"""Longest word whose tokens are cached [characters]."""
 
 
 def merge(pieces: list[str], rank: Rank) -> list[str]:
@@ -82,12 +82,12 @@ _BYTES_OF: Final = {ord(character): bytes([byte]) for byte, character in _CHARAC
 
 
 def printable(text: str) -> str:
-    """Return a text's bytes in UTF-8, each as the character that GPT-2 writes for it."""
+    """Return a text's UTF-8 bytes, each as the character of GPT-2's byte encoding."""
     return text.encode().decode("latin-1").translate(_CHARACTER_OF)
 
 
 def from_printable(text: str) -> bytes:
-    """Return the bytes that characters stand for; a character that stands for none gives its own UTF-8."""
+    """Return the bytes of GPT-2's byte encoding; other characters give their own UTF-8."""
     return b"".join(_BYTES_OF.get(ord(c)) or c.encode() for c in text)
 
 
@@ -118,7 +118,7 @@ class BytePairs:
         return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
 
     def encode(self, text: str, is_start: bool) -> list[int]:
-        """Return the tokens of a text; `is_start` changes nothing here."""
+        """Return the tokens of a text; `is_start` has no effect."""
         if self._pre.is_byte_level:
             words = [printable(word) for word in self._pre.split(text)]
         else:
@@ -129,7 +129,7 @@ class BytePairs:
         return tokens
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes that a normal token stands for."""
+        """Return the bytes of a normal token."""
         return from_printable(text) if self._pre.is_byte_level else text.replace(SPACE, " ").encode()
 
     def _word(self, word: str) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ class BytePairs:
         return tuple(tokens)
 
     def _fallback(self, piece: str) -> list[int]:
-        """Return the tokens of a piece that is none: of its bytes, where they have any."""
+        """Return the byte tokens of a piece that is no token, as far as there are any."""
         names = piece if self._pre.is_byte_level else (f"<0x{byte:02X}>" for byte in piece.encode())
         return [self._ids[name] for name in names if name in self._ids]
 
@@ -180,12 +180,12 @@ class SentencePieces:
         return tokens
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes that a normal token stands for."""
+        """Return the bytes of a normal token."""
         return text.replace(SPACE, " ").encode()
 
     @cached_property
     def _borders(self) -> re.Pattern[str]:
-        """The places before a space at which no token goes on, so that each word can be merged alone."""
+        """Return the positions before a space that no token spans, at which words are independent."""
         crossed = {*re.findall(f"([^{SPACE}\0]){SPACE}", "\0".join(self._ids)), "\0", SPACE}
         return re.compile(f"(?<=[^{''.join(map(re.escape, sorted(crossed)))}])(?={SPACE})")
 

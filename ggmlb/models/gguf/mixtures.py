@@ -1,4 +1,4 @@
-"""Mixtures: types by kind of tensor and by layer, under the names of llama.cpp's files (Q4_K_M).
+"""Mixtures: quantisation types by tensor and layer, under llama.cpp's names (Q4_K_M).
 
 Source: llama_tensor_get_type, for models that are not Falcon's.
 """
@@ -12,13 +12,13 @@ from ggmlb.core.dtypes import DType
 
 
 class MixtureLayer(NamedTuple):
-    """A layer, and what a mixture asks of its model.
+    """A layer, with the sizes of its model that a mixture depends on.
 
     Attributes:
         layer: Its number.
         n_layer: Layers of the model.
         n_expert: Experts of a layer; 0 where there are none.
-        n_shared: Heads of queries that share a head of keys and values.
+        n_shared: Attention heads per KV head.
     """
 
     layer: int
@@ -48,9 +48,9 @@ class Mixture(NamedTuple):
     """Types of a model's matrices.
 
     Attributes:
-        dtype: That of those that no rule is for.
+        dtype: Type of matrices without a rule.
         file_type: `general.file_type` (enum llama_ftype).
-        rules: The first that fits a tensor decides.
+        rules: Rules; the first that matches a tensor counts.
     """
 
     dtype: DType
@@ -93,7 +93,7 @@ def _has_8_experts(place: MixtureLayer) -> bool:
 
 
 def _is_70b(place: MixtureLayer) -> bool:
-    """Llama 2's sizes: eight heads of queries share one of keys and values, which are small."""
+    """Llama 2's sizes: eight attention heads share a KV head, whose weights are small."""
     return place.n_layer == 80 and place.n_shared > 1
 
 

@@ -30,12 +30,12 @@ _CATEGORIES: Final = ("Lu", "Ll", "Lt", "Lm", "LoHan", "LoRest", "N", "P", "M", 
 """Unicode's, but `Lo` in two: Chinese characters and the rest."""
 
 _STAND_INS: Final = {name: chr(0xE000 + i) for i, name in enumerate(_CATEGORIES)}
-"""The character that stands for each category, from a private area of Unicode."""
+"""A private-use character for each category."""
 
 _OTHER: Final = "\ue0ff"
 
 _SPACES: Final = " \t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-"""White space, as members of a bracket."""
+"""White space, for a bracket expression."""
 
 _SPACE: Final = re.compile(f"[{_SPACES}]")
 
@@ -67,7 +67,7 @@ _PARTS: Final = re.compile(r"\\p\{(?P<category>\w+)\}|\\[sS]|\\.|.", re.DOTALL)
 
 
 def _members(category: str) -> str:
-    """Return a category as members of a bracket: its ASCII characters, and what stands for the others.
+    """Return a category for a bracket expression: ASCII characters, and its private-use character.
 
     A name stands for all categories that begin with it, as in Unicode: `L` for all letters.
     """
@@ -151,11 +151,11 @@ _CASED: Final = (
     r"\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb"
     r"\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Letters that have a case, as DeepSeek lists them; members of a bracket."""
+"""Letters that have a case, as DeepSeek lists them, for a bracket expression."""
 
 
 class PreTokenizer(NamedTuple):
-    """How a vocabulary cuts texts into words.
+    """Splits texts into words.
 
     Attributes:
         patterns: Expressions, each applied to what those before it have left: matches and the gaps between
@@ -201,7 +201,7 @@ def _ends(expression: re.Pattern[str], text: str, ends: list[int]) -> Iterator[i
 
 
 def _table() -> dict[str, PreTokenizer]:
-    """Return the pre-tokenizers by the names that files give them."""
+    """Return the pre-tokenizers by their names in files."""
 
     def of(*patterns: str, **flags: bool) -> PreTokenizer:
         return PreTokenizer(patterns, **flags)

@@ -1,4 +1,4 @@
-"""Models stored in other types: `quantize_gguf` converts the matrices of a GGUF file.
+"""Quantisation of models: `quantize_gguf` converts the matrices of a GGUF file.
 
 The blocks are those of ggml's reference quantisers, without an importance matrix.
 """
@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 """`progress(n_done, n_all)`, in bytes read."""
 
 VERSION: Final = 2
-"""Of the block formats (GGML_QNT_VERSION)."""
+"""Version of the block formats (GGML_QNT_VERSION)."""
 
 KEPT: Final = re.compile(
     r"_norm\.weight$|^(position_embd|token_types)\.weight$|ffn_gate_inp|ssm_conv1d|time_mix_|attn_rel_b"
@@ -54,7 +54,7 @@ FILE_TYPES: Final = {
 """`general.file_type` (enum llama_ftype); of k-quants the small mixture, which is nearest."""
 
 GUESSED: Final = 1024
-"""`general.file_type` of types that have no number."""
+"""`general.file_type` of types without a number."""
 
 LAYER: Final = re.compile(r"^blk\.(\d+)\.")
 
@@ -166,7 +166,7 @@ def _writable(dtype: DType | str) -> DType:
 
 
 def plan_types(source: GgufFile, to: Mixture, rules: Mapping[str, DType], pure: bool = False) -> list[Change]:
-    """Choose the types of all tensors, as `quantize_gguf` tells.
+    """Choose the types of all tensors; see `quantize_gguf`.
 
     Raises:
         ArgumentError: A rule is no regular expression, or matches no tensor.
@@ -219,7 +219,7 @@ def _by_layer(source: GgufFile, to: Mixture, name: str) -> DType:
 
 
 def _first_layers(source: GgufFile, key: str, default: int) -> int:
-    """A number that a file has once, or for each layer; that of the first layer."""
+    """Return a number that a file has once, or for each layer; then that of the first layer."""
     found = source.metadata.first(key, 1) if key in source.metadata else default
     number = found[0] if isinstance(found, list) and found else found
     if not isinstance(number, int):

@@ -47,7 +47,7 @@ MAX_STRINGS_NBYTES: Final = 1 << 30
 """Most bytes of an array of strings."""
 
 MAX_ELEMENTS: Final = 1 << 56
-"""Elements that a tensor's extents may name, those that are 0 counted as 1: NumPy can shape fewer than
+"""Most elements of a tensor, extents of 0 counted as 1: NumPy can shape fewer than
 2^63 bytes."""
 
 _U32 = Struct("<I").unpack_from
@@ -265,7 +265,7 @@ class GgufFile(Mapping[str, GgufTensor]):
         return LoadedTensors({name: (self[name].ne, self.extent(name)) for name in chosen}, where)
 
     def check_unchanged(self) -> None:
-        """Raise a ModelError if a file was cut, extended or overwritten since it was opened."""
+        """Raise a ModelError if a file was truncated, extended or overwritten since it was opened."""
         for part in self._parts:
             part.check_unchanged()
 

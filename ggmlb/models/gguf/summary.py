@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from ggmlb.models.gguf.reader import GgufFile
 
 N_ITEMS: Final = 6
-"""Elements of an array that are shown."""
+"""Shown elements of an array."""
 
 N_CHARACTERS: Final = 100
-"""Characters of a text that are shown."""
+"""Shown characters of a text."""
 
 
 class MetadataRow(NamedTuple):

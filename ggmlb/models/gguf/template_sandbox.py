@@ -42,14 +42,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, where use of Python's internal attributes is an error instead of an empty text."""
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Return what stands for an attribute that templates may not use."""
+        """Refuse an attribute that templates must not use."""
         if attribute.startswith("_"):
             raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
         return super().unsafe_undefined(obj, attribute)
 
 
 class GenerationTag(ext.Extension):
-    """The tag `generation`, which marks the assistant's text for training and changes nothing here."""
+    """The tag `generation`, which marks the assistant's text for training; it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -79,7 +79,7 @@ def raise_exception(message: Any) -> str:
 
 
 def strftime_now(form: str) -> str:
-    """Return the time of day in a form."""
+    """Return the current time in a `strftime` format."""
     return datetime.now().strftime(form)
 
 

@@ -39,19 +39,19 @@ class TokenType(IntEnum):
 
 
 _PARSED: Final = (TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN)
-"""Types of tokens that are found in a text before it is cut into words."""
+"""Types of tokens that are matched before a text is split into words."""
 
 _END_OF_TURN: Final = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
     "_<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>",
 )  # fmt: skip
-"""Texts of the token that ends a turn, where the file does not say which that is."""
+"""Texts of the end-of-turn token, if the file does not name it."""
 
 _ENDS: Final = frozenset({
     *_END_OF_TURN, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>",
     "<turn|>", "<|tool_response>", "[e~[",
 })  # fmt: skip
-"""Texts of tokens after which nothing more is generated."""
+"""Texts of tokens that end a generation."""
 
 _FILE_ENDS: Final = (
     ("fim_pad_token_id", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
@@ -61,13 +61,13 @@ _FILE_ENDS: Final = (
 """Tokens between files of code, which end a generation too: key, and texts where the key is missing."""
 
 _ALWAYS_SHOWN: Final = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
-"""Texts of control tokens that are text to the program."""
+"""Texts of control tokens that are part of the output."""
 
 MAX_SPECIAL: Final = 256
 """Longest control or user-defined token [characters]; real ones have some dozens."""
 
 _PHI3_KEEPS_SPACE: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-"""Special tokens of Phi-3 after which white space counts."""
+"""Special tokens of Phi-3 after which white space is kept."""
 
 _STRIPPED: Final = frozenset(" \t\n\v\f\r")
 
@@ -75,17 +75,17 @@ _SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
 
 class _Algorithm(Protocol):
-    """How the text between special tokens becomes tokens."""
+    """Protocol of the tokenization of text between special tokens."""
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         """Return the tokens of a text; `is_start` says whether no other text comes right before it."""
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes that a normal token stands for."""
+        """Return the bytes of a normal token."""
 
 
 class _Defaults(NamedTuple):
-    """What holds for a tokenizer model where the file does not say."""
+    """Defaults of a tokenizer model."""
 
     bos: int | None = None
     eos: int | None = None
@@ -106,7 +106,7 @@ _MODELS: Final = {
     "llama": _Defaults(bos=1, eos=2, unk=0, adds_bos=True, adds_space=True),
     "t5": _Defaults(eos=1, unk=2, pad=0, adds_eos=True),
 }
-"""Tokenizer models by the names that files give them."""
+"""Tokenizer models by their names in files."""
 
 
 class Vocabulary:
@@ -123,14 +123,14 @@ class Vocabulary:
         eos: Token that ends a text.
         eot: Token that ends a turn of a conversation.
         eom: Token that ends a message.
-        unk: Token for what has no other.
+        unk: Token of unknown text.
         sep: Token between texts.
-        pad: Token that fills a batch.
-        mask: Token for a hidden word.
+        pad: Padding token.
+        mask: Token of a masked word.
         adds_bos: Whether `encode` begins with `bos`.
         adds_eos: Whether `encode` ends with `eos`.
         adds_sep: Whether `encode` ends with `sep`.
-        end_tokens: Tokens after which nothing more is generated.
+        end_tokens: Tokens that end a generation.
 
     Raises:
         ModelError: The metadata has no vocabulary, or one of an unknown kind, or a wrong one; the message
@@ -251,7 +251,7 @@ class Vocabulary:
         return Detokenizer(self, special)
 
     def _is_hidden(self, token: int) -> bool:
-        """Whether a token is written only on request."""
+        """Whether a token is in the text only on request."""
         return token in self._hidden
 
     @cached_property
@@ -265,7 +265,7 @@ class Vocabulary:
     # -- special tokens in a text ------------------------------------------------------------------
 
     def _parts(self, text: str, special: bool) -> Iterator[int | str]:
-        """Cut a text at the tokens that are found in it as they are: the longest first, then the leftmost."""
+        """Cut a text at the special tokens in it: the longest first, then the leftmost."""
         at = 0
         for start, end, token in (self._all_special if special else self._user_defined).find(text):
             if start > at:
@@ -327,7 +327,7 @@ class Vocabulary:
             raise self._metadata.error(_KEY + "pre", error.message) from None
 
     def _special(self, name: str, default: int | None) -> int | None:
-        """Return the number of a special token; one out of range counts as not given."""
+        """Return the number of a special token; `None` if it is out of range."""
         default = default if default is not None and default < self.n_tokens else None
         key = _KEY + name
         if key not in self._metadata:
@@ -336,7 +336,7 @@ class Vocabulary:
         return found if 0 <= found < self.n_tokens else default
 
     def _first(self, texts: Iterable[str]) -> int | None:
-        """Return the first token of one of these texts; it is a control token then."""
+        """Return the first token with one of these texts, and make it a control token."""
         found = next((self._ids[text] for text in texts if text in self._ids), None)
         if found is not None:
             self.types[found] = TokenType.CONTROL
@@ -360,7 +360,7 @@ class Vocabulary:
         return frozenset(token for token in ends if token is not None)
 
     def _keep(self, ends: set[int | None], text: str, kind: TokenType) -> None:
-        """Take a token, if there is one of this text, from those that end a generation."""
+        """Remove the token of this text, if there is one, from the end tokens."""
         token = self._ids.get(text)
         if token in ends and token is not None:
             ends.discard(token)
@@ -416,7 +416,7 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Text from tokens that come one by one: it never ends within a character.
+    """Decodes tokens one by one into whole characters.
 
     Args:
         vocabulary: Of the tokens.
@@ -429,16 +429,16 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """Return the characters that are whole with this token; bytes that are no UTF-8 give U+FFFD."""
+        """Return the characters that this token completes; bytes that are no UTF-8 give U+FFFD."""
         return self._decoder.decode(self._vocabulary._shown_bytes(token, self._special))
 
     def flush(self) -> str:
-        """Return U+FFFD for a character of which the last bytes have not come, else nothing."""
+        """Return U+FFFD for an incomplete character, else nothing."""
         return self._decoder.decode(b"", final=True)
 
 
 class _Finder:
-    """Finds tokens in a text by their own texts, in time that their number does not change.
+    """Finds tokens in a text by their texts, in time independent of their number.
 
     Args:
         ids: Token numbers by text.
@@ -457,7 +457,7 @@ class _Finder:
         self._starts = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
-        """Return where tokens lie: start, end and number; none overlap, and the longest is taken first."""
+        """Return start, end and number of each match; matches do not overlap, and the longest comes first."""
         present = []
         for start in (found.start() for found in self._starts.finditer(text)):
             for prefix in {text[start], text[start : start + 2]}:

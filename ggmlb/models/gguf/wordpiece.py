@@ -1,4 +1,4 @@
-"""WordPieces: the vocabulary of BERT, whose words are the longest tokens from the left."""
+"""WordPieces: the vocabulary of BERT, which takes the longest tokens from the left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ggmlb.models.gguf.merging import SPACE
 from ggmlb.models.gguf.pretokenizers import is_space
 
 MAX_LENGTH: Final = 256
-"""Longest token that is looked for [characters]; the longest of BERT has some dozens."""
+"""Longest token [characters]; BERT's longest has some dozens."""
 
 _CHINESE: Final = (
     (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F),
@@ -42,11 +42,11 @@ class WordPieces:
         self._longest = min(max(map(len, ids)), MAX_LENGTH)
 
     def encode(self, text: str, is_start: bool) -> list[int]:
-        """Return the tokens of a text; `is_start` changes nothing here."""
+        """Return the tokens of a text; `is_start` has no effect."""
         return [token for word in self._words(text) for token in self._pieces(SPACE + word)]
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes that a normal token stands for."""
+        """Return the bytes of a normal token."""
         return text.replace(SPACE, " ").encode()
 
     def _words(self, text: str) -> Iterator[str]:

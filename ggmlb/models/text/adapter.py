@@ -1,4 +1,4 @@
-"""Adapters: LoRA, low-rank products that are added to those of a model's weights, from GGUF files or new."""
+"""Adapters: LoRA factors beside a model's weights, from GGUF files or new."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ggmlb.models.gguf import GgufFile
 from ggmlb.models.weights import Source, Weights
 
 EMBEDDINGS = "token_embd.weight"
-"""The weight whose factors are stored the other way round: rows of `a` are those of tokens."""
+"""The weight whose factors are transposed: rows of `a` belong to tokens."""
 
 Homes = Mapping[str, tuple[Source, Backend]]
-"""The weights of a model that may have factors, by name, with the device of each."""
+"""Weights of a model that can have factors, by name, with the device of each."""
 
 
 class Factors(NamedTuple):
-    """What is added to a weight, `b @ a` times `alpha / rank` and the adapter's scale.
+    """LoRA factors of a weight, to which `b @ a * scale * alpha / rank` is added.
 
     Attributes:
         a: `[n_in, rank]`, of experts `[n_in, rank, n_expert]`; of embeddings `[rank, n_vocab]`.
@@ -46,9 +46,9 @@ class Placed(NamedTuple):
     """Factors in memory.
 
     Attributes:
-        factors: By the names of the weights.
-        spaces: Memories that hold them, with the bytes in each.
-        free: Frees these.
+        factors: Factors by the names of the weights.
+        spaces: Bytes by buffer type.
+        free: Frees the memory.
     """
 
     factors: dict[str, Factors]
@@ -57,7 +57,7 @@ class Placed(NamedTuple):
 
 
 class FactorSource(Protocol):
-    """Where an adapter's factors come from: `AdapterFile` or `NewFactors`."""
+    """Protocol of the source of an adapter's factors: `AdapterFile` or `NewFactors`."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class FactorSource(Protocol):
 
     @property
     def alpha(self) -> float:
-        """What products are multiplied by, divided by their rank; 0: 1 in place of both."""
+        """LoRA alpha: products are multiplied by `alpha / rank`; 0: by 1."""
 
     @property
     def trainable(self) -> bool:
@@ -75,8 +75,8 @@ class FactorSource(Protocol):
         """Place the factors beside the weights.
 
         Raises:
-            ModelError: They do not fit the model.
-            ArgumentError: None of the weights is meant.
+            ModelError: The factors do not fit the model.
+            ArgumentError: No weight matches.
             AllocationError: A device lacks room.
         """
 
@@ -84,29 +84,29 @@ class FactorSource(Protocol):
 @named("an adapter, as new_adapter() or load_adapter(path) makes one")
 @checked_methods
 class Adapter(Closeable):
-    """A LoRA adapter on the devices of a model's layers, by `TextModel.load_adapter` or `new_adapter`.
+    """A LoRA adapter on the devices of a model's layers; see `TextModel.load_adapter` and `new_adapter`.
 
-    It is on while its `scale` is not 0, from the next batch on, and changes no weight of the model. Keys and
-    values that a session kept before stay as they are. A context manager, which frees its memory.
+    It is on while its `scale` is not 0, from the next batch on, and changes no weight of the model. The KV
+    cache of earlier tokens of a session stays as it is. A context manager, which frees its memory.
 
     Args:
-        source: Its factors.
-        architecture: The model's.
-        weights: Those that may have factors.
-        scale: At first.
+        source: The source of its factors.
+        architecture: The architecture of the model.
+        weights: Weights that can have factors.
+        scale: Initial scale.
         remove: Called when it is closed.
 
     Attributes:
         source: As given.
-        alpha: The source's scale, divided by the rank; 0: the rank.
-        factors: By the names of the weights.
-        spaces: Memories that hold its factors, with the bytes in each.
-        nbytes: Their size [bytes].
+        alpha: LoRA alpha; 0: the rank.
+        factors: Factors by the names of the weights.
+        spaces: Bytes of the factors by buffer type.
+        nbytes: Size of the factors [bytes].
 
     Raises:
         ModelError: A file is missing or damaged, no LoRA adapter, of another architecture, or has a tensor
             that does not fit.
-        ArgumentError: The scale is no finite number, or no weight is meant.
+        ArgumentError: The scale is no finite number, or no weight matches.
         AllocationError: A device lacks room.
     """
 
@@ -128,7 +128,7 @@ class Adapter(Closeable):
 
     @property
     def scale(self) -> float:
-        """What the products are multiplied by; 0: the adapter is off."""
+        """Factor of the adapter; 0: it is off."""
         return self._scale
 
     @scale.setter
@@ -138,7 +138,7 @@ class Adapter(Closeable):
         self._scale = float(value)
 
     def multiplier(self, rank: int) -> float:
-        """What a product of this rank is multiplied by.
+        """Return the factor of products of a rank.
 
         Raises:
             ArgumentError: The rank is not positive.
@@ -148,7 +148,7 @@ class Adapter(Closeable):
         return self._scale * (self.alpha / rank if self.alpha else 1.0)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as a GGUF file, which `load_adapter` and llama.cpp read; its `scale` is not part of it.
+        """Save it as a GGUF file, which `load_adapter` and llama.cpp read; `scale` is not saved.
 
         Raises:
             ModelError: The file cannot be written.
@@ -177,13 +177,13 @@ class Adapter(Closeable):
 
 @dataclass(frozen=True)
 class NewFactors:
-    """Factors to be trained, f32: those of `a` are random, as in PEFT, and those of `b` are 0.
+    """New factors for training, f32: `a` is random, as in PEFT, and `b` is 0.
 
     Attributes:
         targets: Regular expression: weights whose names it matches anywhere have factors.
         rank: Rows of `a`.
-        alpha: Divided by the rank, what products are multiplied by.
-        seed: Of the random numbers.
+        alpha: LoRA alpha: products are multiplied by `alpha / rank`.
+        seed: Seed of the random numbers.
     """
 
     targets: str
@@ -229,13 +229,13 @@ def _place_trainable(
     rank: Callable[[str], int],
     values: Callable[[Tensor, Tensor], tuple[npt.ArrayLike, npt.ArrayLike]],
 ) -> Placed:
-    """Place factors as plain f32, as steps of training change them.
+    """Place factors as plain f32, which training can change.
 
     Args:
-        names: Of the weights that have factors.
-        weights: All that may have some.
-        rank: Of a weight's factors.
-        values: Of the two factors of a weight.
+        names: Names of the weights that have factors.
+        weights: All weights that can have factors.
+        rank: Returns the rank of a weight's factors.
+        values: Returns the values of a weight's two factors.
     """
     contexts: dict[Backend, Context] = {}
     factors: dict[str, Factors] = {}
@@ -270,10 +270,10 @@ class AdapterFile:
 
     Args:
         path: The file.
-        trainable: Whether to place its factors as f32, as training needs; else as they are read fastest.
+        trainable: Whether to place its factors as f32, for training; else in the fastest layout.
 
     Attributes:
-        alpha: Its scale.
+        alpha: LoRA alpha.
 
     Raises:
         ModelError: The file is missing or damaged.
@@ -326,12 +326,10 @@ class AdapterFile:
             if found != wanted:
                 raise meta.error(key, f"{shown(found)!r}; a LoRA adapter of this model has {wanted!r}")
         if "adapter.alora.invocation_tokens" in meta:
-            raise meta.error(
-                "adapter.alora.invocation_tokens", "adapters that wait for tokens (aLoRA) are not known"
-            )
+            raise meta.error("adapter.alora.invocation_tokens", "activated LoRA (aLoRA) is not supported")
 
     def _paired(self, weights: Mapping[str, object]) -> list[str]:
-        """Return the weights that have factors."""
+        """Return the names of the weights that have factors."""
         names: dict[str, None] = {}
         for tensor in self._file:
             name, _, end = tensor.rpartition(".")

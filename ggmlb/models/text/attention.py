@@ -1,4 +1,4 @@
-"""AttentionGraph: attention weights, which the fused attention of a `TextGraph` never forms."""
+"""AttentionGraph: attention weights, which fused attention does not store."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ggmlb.models.text.graph import heads_of
 
 if TYPE_CHECKING:
     from ggmlb.models.text.config import TextConfig
-    from ggmlb.models.text.memory import KvMemory
+    from ggmlb.models.text.kv_cache import KvCache
 
 
 class AttentionGraph:
-    """The graph from rotated queries and kept keys to the weights of values, for some layers.
+    """The graph from rotated queries and cached keys to attention weights, of some layers.
 
     Args:
         config: The model's sizes.
-        memory: Keys of each layer, those of the tokens included.
-        layers: Of these layers.
+        memory: The KV cache, with the keys of these tokens.
+        layers: The layers.
         n_tokens: Queries of each head.
-        n_kv: Cells that are looked at, from the first.
+        n_kv: Number of cells, from the first.
 
     Attributes:
-        graph: What to compute.
+        graph: The graph to compute.
         weights: Output: for each layer f32 `[n_kv, n_tokens, n_head]`; they sum to 1 over `n_kv`.
     """
 
     def __init__(
-        self, config: TextConfig, memory: KvMemory, layers: Sequence[int], n_tokens: int, n_kv: int
+        self, config: TextConfig, memory: KvCache, layers: Sequence[int], n_tokens: int, n_kv: int
     ) -> None:
         self._ctx = ctx = Context()
         self.graph = Graph()

@@ -1,4 +1,4 @@
-"""Changes: what is added to a model's hidden states and products while it is switched on."""
+"""Changes: the steering vectors and adapters of a model that are switched on."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """Steering vectors and adapters that are switched on.
+    """Steering vectors and adapters of a model.
 
-    Graphs take vectors and scales as inputs, so that a graph serves all their values.
+    Vectors and scales are inputs of graphs, so that a graph serves all their values.
 
     Args:
         n_layer: Layers of the model.
         n_embd: Elements of a hidden state.
 
     Attributes:
-        lock: Held while a batch is computed, and while what is added changes.
-        steered: For each layer that is steered, the vector that is added to the hidden states after it,
-            which is not 0.
-        adapters: Those that are loaded.
-        resumed: A layer, and the hidden states after it of each token by its position: layers up to there
-            are not computed; `None`: all are.
+        lock: Held while a batch is computed, and while vectors and adapters change.
+        steered: By layer, the sum of the vectors that are added to the hidden states after it, if not 0.
+        adapters: The loaded adapters.
+        resumed: A layer, and the hidden states after it by position: only later layers are computed;
+            `None`: all layers are computed.
     """
 
     def __init__(self, n_layer: int, n_embd: int) -> None:
@@ -48,14 +47,14 @@ class Changes:
 
     @property
     def key(self) -> Hashable:
-        """What tells graphs apart: steered layers, adapters that are on, the layer after which to go on."""
+        """Key of graphs: steered layers, active adapters, and the layer after which computation resumes."""
         if not (self.steered or self.adapters or self.resumed):
-            return None  # as for most steps, each of which asks
+            return None  # fast path of each step
         return tuple(sorted(self.steered)), self.active, self.resumed and self.resumed[0]
 
     @contextmanager
     def resuming(self, layer: int, states: npt.NDArray[np.float32]) -> Iterator[None]:
-        """Go on after a layer from given hidden states, shape `(n_tokens, n_embd)`."""
+        """Context manager that resumes after a layer from hidden states of shape `(n_tokens, n_embd)`."""
         with self.lock:
             self.resumed = layer, states
             try:
@@ -65,12 +64,12 @@ class Changes:
 
     @property
     def active(self) -> tuple[Adapter, ...]:
-        """The adapters that are on."""
+        """The adapters whose scale is not 0."""
         return tuple(adapter for adapter in self.adapters if adapter.scale or self._are_all_on)
 
     @contextmanager
     def with_all_adapters(self) -> Iterator[None]:
-        """Take all adapters to be on, whatever their scales."""
+        """Context manager in which all adapters are on, whatever their scales."""
         self._are_all_on = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Two models beside each other: what a quantisation changes, and where two devices part."""
+"""Comparison of two models: errors of a quantisation, and the first difference of two devices."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def compare(
     first: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Comparison:
-    """Compare two models over a text, see `TextModel.compare`."""
+    """Compare two models over a text; see `TextModel.compare`."""
     layers = [f"blk.{i}.out" for i in range(config.n_layer)]
     sums = np.zeros(config.n_layer)
     divergences: list[npt.NDArray[np.float64]] = []
@@ -84,15 +84,15 @@ def _log_probs(logits: Array) -> npt.NDArray[np.float64]:
 
 
 class NodeDifference(NamedTuple):
-    """The values of a node in two models.
+    """The difference of a node's values in two models.
 
     Attributes:
-        name: Of the node, as in a trace.
+        name: Name of the node, as in a trace.
         nmse: Mean squared difference over the mean square of the reference's values.
         max_error: The largest difference of two elements.
-        token: The place in the prompt of the token where that is.
-        element: The place of the element in the token's values.
-        values: The reference's value there, and the other's.
+        token: Index of the token with the largest difference.
+        element: Index of the element in the token's values.
+        values: Both values, the reference's first.
     """
 
     name: str
@@ -105,15 +105,15 @@ class NodeDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """The first token that two models choose otherwise, each the likeliest one.
+    """The first token of two greedy generations that differs.
 
     Attributes:
-        place: How many tokens both had generated before.
-        tokens: The reference's token, and the other's.
-        texts: What they say; empty for the end of the text.
-        margins: By how much the reference's token has the larger logit, in the reference and in the other.
+        place: Number of equal tokens before it.
+        tokens: Both tokens, the reference's first.
+        texts: Their texts; empty for the end of the text.
+        margins: Logit of the reference's token minus that of the other, in the reference and in the other.
         layer: The layer that caused it: the first one after which the reference's hidden states, put in
-            place of the other's, make the other prefer the reference's token; `None`: the output did.
+            place of the other's, make the other choose the reference's token; `None`: the output did.
     """
 
     place: int
@@ -125,12 +125,12 @@ class TokenDifference:
 
 @dataclass(frozen=True)
 class Differences:
-    """Where two models part, see `TextModel.differences`.
+    """The first differences of two models; see `TextModel.differences`.
 
     Attributes:
         limit: The NMSE above which a node differs.
-        nodes: The nodes in order, up to the layers of the first one that differs.
-        token: The first token that differs; `None` where none does, or none was asked for.
+        nodes: Differences of the nodes in order, up to the layers of the first node above the limit.
+        token: The first token that differs; `None` if none does, or none were generated.
     """
 
     limit: float
@@ -139,14 +139,14 @@ class Differences:
 
     @property
     def first(self) -> NodeDifference | None:
-        """The first node that differs; `None` where none does."""
+        """The first node above the limit; `None` if there is none."""
         return first_above(self.nodes, self.limit)
 
 
 def node_differences(
     reference: Engine, other: Engine, tokens: Sequence[int], limit: float
 ) -> list[NodeDifference]:
-    """Return the differences of the nodes in order, up to the layers of the first one above a limit."""
+    """Return the differences of nodes in order, up to the layers of the first one above a limit."""
     found: list[NodeDifference] = []
     for names in groups(reference.decoder.names()):
         values = [_sorted(traced(engine, tokens, names)) for engine in (reference, other)]
@@ -157,7 +157,7 @@ def node_differences(
 
 
 def _sorted(values: dict[str, Array]) -> dict[str, Array]:
-    """Put the values of a token's experts in the order of their numbers; `top_k` leaves it open."""
+    """Sort the values of a token's experts by expert number, as `top_k` leaves the order open."""
     layers = [name.removesuffix("ffn_chosen") for name in values if name.endswith(".ffn_chosen")]
     for layer in layers:
         order = np.argsort(values[layer + "ffn_chosen"], axis=1)
@@ -186,16 +186,16 @@ def token_difference(
     text_of: Callable[[int], str],
     n_layer: int,
 ) -> TokenDifference:
-    """Return why two models choose other tokens after the same ones.
+    """Return the cause of the first token that differs.
 
     Args:
         reference: The reference.
         other: The other.
-        tokens: The prompt, and what both have generated.
-        chosen: The reference's token, and the other's.
-        place: How many tokens were generated.
-        text_of: The text of a token.
-        n_layer: Layers of the models.
+        tokens: The prompt, and the equal tokens that both have generated.
+        chosen: The tokens that differ, the reference's first.
+        place: Number of generated tokens.
+        text_of: Returns the text of a token.
+        n_layer: Number of layers.
     """
     names = [f"blk.{i}.out" for i in range(n_layer)]
     states = traced(reference, tokens, names)
@@ -222,9 +222,9 @@ def check_alike(a: TextConfig, b: TextConfig) -> None:
     """Raise unless two models have the same layers and vocabulary.
 
     Raises:
-        ArgumentError: They have not.
+        ArgumentError: The layers or vocabularies differ.
     """
     facts = [(c.name, c.n_layer, c.n_embd, c.n_vocab) for c in (a, b)]
     if facts[0] != facts[1]:
-        told = ("{} of {} layers, {} elements, {} tokens".format(*fact) for fact in facts)
-        raise ArgumentError(f"these models are no variants of one: {' and '.join(told)}")
+        sizes = ("{} of {} layers, {} elements, {} tokens".format(*fact) for fact in facts)
+        raise ArgumentError(f"the models differ in more than their weights: {' and '.join(sizes)}")

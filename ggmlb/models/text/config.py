@@ -17,26 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Properties of a family of models that its metadata does not state.
+    """Properties of an architecture that the metadata of a file does not state.
 
-    What a layer has beside this is seen from the file's tensors: biases, norms of queries and keys, norms
-    after attention and feed-forward, fused products, experts, an output matrix of its own.
+    The rest is read off the file's tensors: biases, norms of queries and keys, norms after attention and
+    feed-forward, fused products, experts, a separate output matrix.
 
     Attributes:
-        rope: Which elements of a head are rotated together.
-        activation: Of the feed-forward part: `"swiglu"` or `"geglu"`.
-        scales_embeddings: Embeddings are multiplied by the square root of their length.
-        window_period: Of this many layers, the last sees all earlier tokens, the others a window, where the
-            file has no `attention.sliding_window_pattern`; 0: the architecture has no windows.
-        window: Size of the window where the file does not say [tokens].
-        window_rope: Base and factor of frequencies of the rotation in layers with a window where the file
-            does not say; `None`: those of the other layers.
-        attn_softcap: Bound of attention scores where the file does not say; `None`: there is none, whatever
-            the file says. The same holds for `final_softcap`.
-        final_softcap: Bound of logits.
-        many_layers: Number of layers of the variant that divides attention scores by the square root of
-            `n_embd / n_head` instead of a head's length; 0: no such variant.
-        is_recurrent: Layers keep a state instead of keys and values (Mamba).
+        rope: Type of RoPE.
+        activation: Activation of the feed-forward part: `"swiglu"` or `"geglu"`.
+        scales_embeddings: Whether embeddings are multiplied by the square root of `n_embd`.
+        window_period: Default of `attention.sliding_window_pattern`: every layer of this many but the last
+            has a sliding window; 0: the architecture has none.
+        window: Default size of the window [tokens].
+        window_rope: Default base and factor of the RoPE frequencies in layers with a window; `None`: those
+            of the other layers.
+        attn_softcap: Default soft cap of attention scores; `None`: none, whatever the file says.
+        final_softcap: Default soft cap of logits; `None` likewise.
+        many_layers: Number of layers of the variant that scales attention scores by `n_embd / n_head` instead
+            of the head size; 0: no such variant.
+        is_recurrent: Whether layers have recurrent states instead of a KV cache (Mamba).
     """
 
     rope: RopeType = RopeType.NEOX
@@ -71,10 +70,10 @@ ARCHITECTURES = {
 
 MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20
-"""Bounds on what metadata may ask for: far beyond any model."""
+"""Bounds on metadata, far beyond any model."""
 
 MIN_BASE: Final = 1e-3
-"""Least base of the rotation's frequencies: of 0, there are none."""
+"""Smallest base of the RoPE frequencies."""
 
 POOLINGS: Final = ("none", "mean", "cls", "last", "rank")
 """How hidden states become an embedding, by `pooling_type` (enum llama_pooling_type)."""
@@ -85,14 +84,14 @@ WITHOUT_EFFECT: Final = frozenset({
     "expert_feed_forward_length", "expert_group_used_count", "rope.scaling.finetuned", "tensor_data_layout",
     "vocab_size",
 })  # fmt: skip
-"""Keys that are not read because they change nothing here, or because tensors have the sizes."""
+"""Keys that are not read: they have no effect here, or the tensors give the sizes."""
 
 MAX_NAMED: Final = 8
-"""Keys that a warning names."""
+"""Most keys that a warning names."""
 
 
 class Keys:
-    """The keys `<architecture>.*` of a file, by what follows the point; it knows which were read.
+    """The keys `<architecture>.*` of a file, by the part after the point, with a record of those read.
 
     Args:
         file: The model.
@@ -126,7 +125,7 @@ class Keys:
         return self._meta.text(self._name(key), default)
 
     def by_layer(self, key: str, n_layer: int) -> tuple[bool, ...] | None:
-        """Return a truth value for each layer, false for those beyond the array; `None` for no array."""
+        """Return a truth value for each layer, false beyond the array; `None` if the value is no array."""
         name = self._name(key)
         if name not in self._meta or self._meta.slot(name).length is None:
             return None
@@ -140,14 +139,13 @@ class Keys:
         return self._meta.error(self._name(key), found)
 
     def check_unread(self, neutral: Mapping[str, tuple[int, ...]]) -> None:
-        """Check the keys that nothing has read.
+        """Refuse unread keys that change results, and warn of others.
 
         Args:
-            neutral: For keys that change results in a way that is not supported here, the values with which
-                they change nothing.
+            neutral: The values of unsupported keys with which they have no effect.
 
         Raises:
-            ModelError: One of these has another value.
+            ModelError: An unsupported key has another value.
         """
         start = f"{self._arch}."
         own = {key.removeprefix(start): key for key in self._meta if key.startswith(start)}
@@ -170,7 +168,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The rotation of queries and keys by position; names as in `Context.rope_ext`."""
+    """Parameters of RoPE; names as in `Context.rope_ext`."""
 
     n_dims: int
     mode: RopeType
@@ -183,7 +181,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """How the feed-forward part chooses among experts.
+    """Sizes of a mixture of experts.
 
     Attributes:
         n: Experts in a layer.
@@ -219,27 +217,27 @@ class TextConfig:
 
     Attributes:
         name: The architecture's name.
-        arch: What the family has.
-        n_layer: Layers.
+        arch: Properties of the architecture.
+        n_layer: Number of layers.
         n_embd: Elements of a token's hidden state.
         n_head: Attention heads.
-        n_head_kv: Heads of keys and values, each shared by `n_head / n_head_kv` heads.
+        n_head_kv: KV heads, each shared by `n_head / n_head_kv` attention heads.
         n_key: Elements of a key in a head.
         n_value: Elements of a value in a head.
-        n_ff: Elements between the products of the feed-forward part.
-        n_vocab: Tokens.
-        n_ctx_train: Longest sequence that the model was trained for.
+        n_ff: Hidden size of the feed-forward part.
+        n_vocab: Size of the vocabulary.
+        n_ctx_train: Context size of the training [tokens].
         eps: Added to the mean square in norms.
-        rope: The rotation in layers that see all tokens.
-        rope_window: The rotation in layers with a window.
+        rope: RoPE of layers without a sliding window.
+        rope_window: RoPE of layers with a sliding window.
         attn_scale: Factor of attention scores.
-        windowed: Whether each layer sees a window of earlier tokens, instead of all.
-        window: Tokens that layers with a window see; 0 where there are none.
-        attn_softcap: Bound of attention scores; 0: none.
-        final_softcap: Bound of logits; 0: none.
-        experts: How experts are chosen; `None` where there are none.
-        state: Sizes of recurrent layers; `None` where there are none.
-        pooling: Of `POOLINGS`; the mean where the file does not say.
+        windowed: Whether each layer has a sliding window.
+        window: Size of the sliding window [tokens]; 0: there is none.
+        attn_softcap: Soft cap of attention scores; 0: none.
+        final_softcap: Soft cap of logits; 0: none.
+        experts: Sizes of the mixture of experts; `None` if there is none.
+        state: Sizes of recurrent layers; `None` if there are none.
+        pooling: A name of `POOLINGS`; the mean by default.
     """
 
     name: str
@@ -339,12 +337,12 @@ class TextConfig:
         return config
 
     def sees_window(self, layer: int) -> bool:
-        """Whether a layer sees a window of earlier tokens, instead of all."""
+        """Whether a layer has a sliding window."""
         return self.windowed[layer]
 
 
 def _windows(keys: Keys, arch: Architecture, n_layer: int, rope: Rope) -> tuple[tuple[bool, ...], int, Rope]:
-    """Return the layers that see a window of earlier tokens, its size, and the rotation in them."""
+    """Return which layers have a sliding window, its size, and their RoPE."""
     none = (False,) * n_layer, 0, rope
     if not arch.window_period or not (
         window := keys.count("attention.sliding_window", arch.window, 0, 1 << 30)

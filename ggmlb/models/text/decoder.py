@@ -1,10 +1,10 @@
-"""Decoder: logits of batches of tokens of any sequences, by cached graphs."""
+"""Decoder: computes batches of tokens of any sequences, by cached graphs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,26 +19,26 @@ from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost, TokenCosts
 from ggmlb.models.text.experts import ExpertCache
 from ggmlb.models.text.graph import TextGraph
-from ggmlb.models.text.memory import FREE, KvMemory
+from ggmlb.models.text.kv_cache import FREE, KvCache, SequenceCache
 from ggmlb.models.text.step import LensGraph, StepGraph
 
 N_BATCH = 512
-"""Most tokens that are computed together."""
+"""Largest batch [tokens]."""
 
 N_OUT = 64
-"""Most tokens of a batch whose logits are computed."""
+"""Most tokens of a batch that have outputs."""
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, N_BATCH)
-"""Tokens of graphs: a batch is filled up to one of these."""
+"""Tokens of graphs: a batch is padded to one of these sizes."""
 
 MOST_NOT_OFFLOADED = 16
-"""Most of `SIZES` for which no device copies weights to multiply them."""
+"""Largest of `SIZES` at which no device copies weights to multiply by them (`Device.offload_op`)."""
 
 LEAST_PART = 96
-"""Tokens that are computed together, whatever fills up: a part more would read all weights again."""
+"""Tokens below which a batch is not cut, whatever the padding: each part reads all weights."""
 
 MOST_WASTE = 1.2
-"""How much larger than a batch its graph may be, where the batch could be cut."""
+"""Ratio of padded to real tokens above which a batch is cut."""
 
 ATTENTION = "attn_weights"
 """The name of attention weights in a layer."""
@@ -46,9 +46,7 @@ ATTENTION = "attn_weights"
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Traced = Mapping[str, list[Array]]
-"""Where values of nodes are added, by their names."""
-
-NOTHING: Traced = {}
+"""Lists to which values of nodes are appended, by name."""
 
 
 class Token(NamedTuple):
@@ -57,8 +55,8 @@ class Token(NamedTuple):
     Attributes:
         id: Its number in the vocabulary.
         sequence: The number of its sequence, 0 or more.
-        position: Its place in the sequence, from 0.
-        wants_logits: Whether the logits after it are asked for.
+        position: Its position in the sequence, from 0.
+        wants_logits: Whether it has outputs.
     """
 
     id: int
@@ -67,27 +65,26 @@ class Token(NamedTuple):
     wants_logits: bool = False
 
 
-AnyMemory = TypeVar("AnyMemory")
+Cache = TypeVar("Cache", bound=SequenceCache)
 
 
-class BaseDecoder(ABC, Generic[AnyMemory]):
-    """Base class of what computes batches of tokens.
+class BaseDecoder(ABC, Generic[Cache]):
+    """Base class of decoders, which compute batches of tokens.
 
     Args:
         config: The model's sizes.
         weights: By the names that the graph uses.
-        memory: Where earlier tokens are kept.
+        memory: The KV cache, or recurrent states.
         backends: Streams, highest priority first.
-        changes: What is added to hidden states and products.
-        n_ubatch: Most tokens of a sequence in a batch's parts, which devices compute one behind the other; 0:
-            one part at a time.
+        changes: Steering vectors and adapters.
+        n_ubatch: Tokens of a sequence per step of a pipeline over devices; 0: no pipeline.
     """
 
     def __init__(
         self,
         config: TextConfig,
         weights: Mapping[str, Tensor],
-        memory: AnyMemory,
+        memory: Cache,
         backends: Sequence[Backend],
         changes: Changes,
         n_ubatch: int = 0,
@@ -101,7 +98,7 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
+        """The scheduler of the last batch, with its splits and placement; `None` before the first batch."""
         return None if self._runs.last is None else self._runs.scheduler
 
     def device_of(self, name: str) -> str:
@@ -115,37 +112,50 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         """The memory of the graphs."""
         return self._runs.scheduler.buffers
 
-    @abstractmethod
     def reserve(self) -> None:
-        """Allocate the memory that the largest batches need, so that none allocates any.
+        """Allocate the memory of the largest batches, so that no batch allocates any.
 
         Raises:
             AllocationError: A device lacks room.
         """
+        self._runs.reserve(self._largest())
 
-    @abstractmethod
     def decode(self, batch: Sequence[Token], is_lent: bool = False) -> Floats:
-        """Compute a batch; return the logits of the tokens that want them, shape `(n, n_vocab)`.
+        """Compute a batch, and add its tokens to the cache.
 
         Args:
-            batch: Tokens.
-            is_lent: Whether the next batch may overwrite the result, so that it need not be copied.
-        """
+            batch: At most `N_BATCH` tokens, of which at most `N_OUT` want logits; those of a sequence in
+                order, each after the last.
+            is_lent: Whether the next batch may overwrite the result, which need not be copied then.
 
-    @abstractmethod
+        Returns:
+            Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
+
+        Raises:
+            AllocationError: The cache is full, or a device lacks room.
+        """
+        return self._compute(batch, "logits", {})
+
     def hidden(self, batch: Sequence[Token]) -> Floats:
         """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
+        return self._compute(batch, "hidden", {})
 
-    @abstractmethod
+    def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
+        """Compute a batch of one sequence, all of whose tokens want logits.
+
+        Returns:
+            Values of nodes, tokens outermost; of attention weights the shape is `(n_head, n_tokens, n_seen)`.
+        """
+        traced: dict[str, list[Array]] = {name: [] for name in names}
+        self._compute(batch, "hidden", traced)
+        return {name: np.concatenate(parts) for name, parts in traced.items()}
+
     def names(self) -> list[str]:
         """Return the names that `trace` knows, in the order in which the nodes are computed."""
-
-    @abstractmethod
-    def _token_graph(self) -> StepGraph:
-        """Return the graph of one token."""
+        return list(self._token_graph().named)
 
     def costs(self, rates: Mapping[Device, Rates]) -> list[Cost]:
-        """Return what one token costs each stream; its graph is split, and not computed.
+        """Return the cost of one token on each stream; its graph is split, and not computed.
 
         Args:
             rates: Of the devices; empty for no times.
@@ -156,30 +166,31 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         scheduler.reset()
         return found
 
-    def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
-        """Compute a batch of one sequence, all of whose tokens want logits.
-
-        Returns:
-            Values of nodes, tokens outermost; of attention weights the shape is `(n_head, n_tokens, n_seen)`.
-        """
-        traced: dict[str, list[Array]] = {name: [] for name in names}
-        self._trace(batch, traced)
-        return {name: np.concatenate(parts) for name, parts in traced.items()}
+    @abstractmethod
+    def _largest(self) -> Iterator[StepGraph]:
+        """Yield the graphs that need most memory."""
 
     @abstractmethod
-    def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
-        """Compute a batch, and add values of nodes."""
+    def _token_graph(self) -> StepGraph:
+        """Return the graph of one token."""
+
+    @abstractmethod
+    def _compute(self, batch: Sequence[Token], output: str, traced: Traced) -> Floats:
+        """Compute a batch; return an output of the graphs by the name of its attribute, as `decode`.
+
+        Values of nodes are appended to `traced`.
+        """
 
     def _start(
         self, graph: StepGraph, positions: npt.NDArray[np.int32] | list[int], n: int, traced: Traced
     ) -> None:
-        """Queue a graph; where nodes are traced, compute it, and add their values.
+        """Queue a graph; if nodes are traced, compute it, and append their values.
 
         Args:
-            graph: With its inputs, except what is added.
-            positions: Those of its tokens.
-            n: Tokens of which values are added, the first ones.
-            traced: Where.
+            graph: With its inputs, except those of `changes`.
+            positions: The positions of its tokens.
+            n: Number of its first tokens whose values are appended.
+            traced: Lists by name.
         """
         graph.set_changes(self.changes, positions)
         if not traced:
@@ -220,11 +231,11 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         self._runs.free()
 
 
-class Decoder(BaseDecoder[KvMemory]):
-    """Computes batches of tokens, and keeps their keys and values.
+class Decoder(BaseDecoder[KvCache]):
+    """Decoder of models with a KV cache.
 
     Args:
-        cache: Experts in devices' memory, or `None`; the others as for `BaseDecoder`.
+        experts: The cache of experts, or `None`; the other arguments as for `BaseDecoder`.
         kv_moved: Where attention of a layer is computed, if not on the layer's device.
     """
 
@@ -232,53 +243,31 @@ class Decoder(BaseDecoder[KvMemory]):
         self,
         config: TextConfig,
         weights: Mapping[str, Tensor],
-        memory: KvMemory,
+        memory: KvCache,
         backends: Sequence[Backend],
         changes: Changes,
         n_ubatch: int = 0,
-        cache: ExpertCache | None = None,
+        experts: ExpertCache | None = None,
         kv_moved: Mapping[int, Backend] | None = None,
     ) -> None:
         super().__init__(config, weights, memory, backends, changes, n_ubatch)
-        self._cache = cache
+        self._experts = experts
         self._kv_moved = kv_moved or {}
         self._windows = (0, config.window) if config.window else (0,)
 
-    def reserve(self) -> None:
-        """Allocate the memory that the largest batches need, so that none allocates any.
-
-        Raises:
-            AllocationError: A device lacks room.
-        """
-        self._runs.reserve(
-            self._new_graph(n, n_out, self._memory.n_cells)
-            for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH))
-            for n_out in {min(n, N_OUT), max(1, min(n - 1, N_OUT))}  # of those chosen, or of all
-        )
+    def _largest(self) -> Iterator[TextGraph]:
+        for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH)):
+            for n_out in {min(n, N_OUT), max(1, min(n - 1, N_OUT))}:  # of some tokens, or of all
+                yield self._new_graph(n, n_out, self._memory.n_cells)
 
     def decode(self, batch: Sequence[Token], is_lent: bool = False) -> Floats:
-        """Compute a batch, and keep its keys and values.
-
-        Args:
-            batch: At most `N_BATCH` tokens, of which at most `N_OUT` want logits.
-            is_lent: Whether the next batch may overwrite the result.
-
-        Returns:
-            Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
-
-        Raises:
-            AllocationError: Too few cells are free.
-        """
+        """Compute a batch; see `BaseDecoder.decode`."""
         if is_lent and len(batch) == 1 and batch[0].wants_logits:
             return self._next(batch[0])
-        return self._each(batch, lambda graph: graph.logits, self._config.n_vocab)
-
-    def hidden(self, batch: Sequence[Token]) -> Floats:
-        """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
-        return self._each(batch, lambda graph: graph.hidden, self._config.n_embd)
+        return super().decode(batch)
 
     def _next(self, token: Token) -> Floats:
-        """Compute one token, as most steps do, and return its logits, which the next batch overwrites."""
+        """Compute one token, as most steps do; return its logits, which the next batch overwrites."""
         memory = self._memory
         cell = memory.take(token.sequence, token.position)
         try:
@@ -287,27 +276,22 @@ class Decoder(BaseDecoder[KvMemory]):
             rows = [memory.row(token.sequence, token.position, window) for window in self._windows]
             masks = [row[: 2 * sizes[2]] for row in rows]
             graph.set_token(token.id, token.position, cell, masks)
-            self._start(graph, [token.position], 1, NOTHING)
+            self._start(graph, [token.position], 1, {})
             self._runs.wait()
         except BaseException:
             memory.release(np.array([cell]))
             raise
         return graph.lent(graph.logits).reshape(1, -1)
 
-    def _each(
-        self,
-        batch: Sequence[Token],
-        output: Callable[[TextGraph], Tensor],
-        width: int,
-        traced: Traced = NOTHING,
-    ) -> Floats:
-        """Compute a batch in parts that waste little; return rows of an output, and add to `traced`."""
+    def _compute(self, batch: Sequence[Token], output: str, traced: Traced) -> Floats:
         memory = self._memory
         ids, sequences, positions = np.array([token[:3] for token in batch], np.int32).reshape(-1, 3).T
         cells = memory.find_cells(len(batch))
         memory.occupy(cells, sequences, positions)
         n_kv = self._n_kv()
-        found = [np.empty((0, width), np.float32)]
+        found = [
+            np.empty((0, self._config.n_vocab if output == "logits" else self._config.n_embd), np.float32)
+        ]
         start = 0
         try:
             while start < len(batch):
@@ -315,21 +299,22 @@ class Decoder(BaseDecoder[KvMemory]):
                 chosen = [i for i, token in enumerate(batch[start:end]) if token.wants_logits]
                 part = slice(start, end)
                 graph = self._graph(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
-                filled = _filled(positions[part], graph.ids.ne[0])
-                self._start(graph, filled, end - start, traced)
+                padded = _filled(positions[part], graph.ids.ne[0])
+                self._start(graph, padded, end - start, traced)
                 if chosen or not self._n_ubatch:
                     self._runs.wait()
                 if chosen:
-                    found.append(graph.lent(output(graph)).reshape(-1, width)[: len(chosen)].copy())
+                    rows = graph.lent(getattr(graph, output)).reshape(-1, found[0].shape[1])
+                    found.append(rows[: len(chosen)].copy())
                 start = end
-        except BaseException:  # the cells have no keys and values, or but some layers'
+        except BaseException:  # the cells have no keys and values, or those of some layers only
             memory.release(cells)
             raise
         return found[1] if len(found) == 2 else np.concatenate(found)
 
     def _new_graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
         sizes = (n_tokens, n_out, n_kv)
-        graph = TextGraph(self._config, self._weights, self._memory, *sizes, self._cache, self.changes)
+        graph = TextGraph(self._config, self._weights, self._memory, *sizes, self._experts, self.changes)
         for layer, home in self._kv_moved.items():
             if layer in graph.layers:
                 heads = graph.named[f"blk.{layer}.attn_heads"].tensor
@@ -340,7 +325,7 @@ class Decoder(BaseDecoder[KvMemory]):
         return self._new_graph(1, 1, self._memory.n_cells)
 
     def _part(self, n: int) -> int:
-        """How many of `n` tokens to compute together."""
+        """Return how many of `n` tokens to compute together."""
         return min(n, self._n_ubatch) if self._n_ubatch else _part(n)
 
     def _graph(
@@ -352,7 +337,7 @@ class Decoder(BaseDecoder[KvMemory]):
         chosen: Sequence[int],
         n_kv: int,
     ) -> TextGraph:
-        """Return the graph of tokens that look at `n_kv` cells; its outputs are of those chosen."""
+        """Return the graph of tokens that see `n_kv` cells, with its inputs; `chosen` tokens have outputs."""
         memory = self._memory
         n = len(ids)
         n_tokens = _padded(n)
@@ -372,15 +357,15 @@ class Decoder(BaseDecoder[KvMemory]):
         return graph
 
     def names(self) -> list[str]:
-        """Return the names that `trace` knows, in the order in which the nodes are computed."""
+        """Return the names that `trace` knows, attention weights included."""
         found: list[str] = []
-        for name in self._token_graph().named:
+        for name in super().names():
             layer, _, part = name.rpartition(".")
             found += [f"{layer}.{ATTENTION}", name] if part == "attn_heads" else [name]
         return found
 
     def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
-        """As `BaseDecoder.trace`; attention weights are computed from what is kept."""
+        """As `BaseDecoder.trace`; attention weights are computed from the KV cache."""
         layers = [int(name.split(".")[1]) for name in names if name.endswith(ATTENTION)]
         queries = {layer: f"blk.{layer}.attn_q_rope" for layer in layers}
         nodes = {name for name in names if not name.endswith(ATTENTION)}
@@ -390,18 +375,15 @@ class Decoder(BaseDecoder[KvMemory]):
             found |= {f"blk.{layer}.{ATTENTION}": weights for layer, weights in attention.items()}
         return {name: found[name] for name in names}
 
-    def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
-        self._each(batch, lambda graph: graph.hidden, self._config.n_embd, traced)
-
     def _attention(self, batch: Sequence[Token], queries: Mapping[int, Array]) -> dict[int, Array]:
-        """Return the attention weights of a batch of one sequence, whose keys are kept, by layer.
+        """Return the attention weights of a batch of one sequence, whose keys are in the cache, by layer.
 
         Args:
             batch: The tokens.
-            queries: For each layer, rotated queries.
+            queries: Rotated queries of each layer.
 
         Returns:
-            Shape `(n_head, n_tokens, n_seen)`: those of the sequence's tokens so far, by position.
+            Shape `(n_head, n_tokens, n_seen)`, over the sequence's tokens by position.
         """
         memory, n = self._memory, len(batch)
         n_kv = self._n_kv()
@@ -430,7 +412,7 @@ class Decoder(BaseDecoder[KvMemory]):
 
 
 def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArray[np.int32]:
-    """Return `n` values, of which those that are missing are `value`."""
+    """Return values padded to `n` by `value`."""
     if len(values) == n:
         return values
     found = np.full(n, value, np.int32)
@@ -439,22 +421,22 @@ def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArra
 
 
 def largest_batches(backends: Sequence[Backend], n_most: int) -> tuple[int, ...]:
-    """Tokens of the batches that need most memory.
+    """Return the sizes of the batches that need most memory.
 
-    Of several devices, one with memory of its own may take the products of large batches with weights in
-    host memory (`Device.offload_op`), and leave those of small batches to the device that has them.
+    A device with memory of its own may take the products of large batches with weights in host memory
+    (`Device.offload_op`), and leave those of small batches to the host.
     """
     may_offload = len(backends) > 1 and not all(b.device.buffer_type.is_host for b in backends)
     return (n_most, min(n_most, MOST_NOT_OFFLOADED)) if may_offload else (n_most,)
 
 
 def _padded(n: int) -> int:
-    """The size of the graph for `n` tokens: few sizes, so that one serves many batches."""
+    """Return the size of the graph for `n` tokens: few sizes, so that one graph serves many batches."""
     return SIZES[bisect_left(SIZES, n)]
 
 
 def _part(n: int) -> int:
-    """How many of `n` tokens to compute together, so that few fill up a graph."""
+    """Return how many of `n` tokens to compute together, so that there is little padding."""
     padded = _padded(n)
     if n <= LEAST_PART or padded <= MOST_WASTE * n:
         return n
@@ -462,5 +444,5 @@ def _part(n: int) -> int:
 
 
 def _padded_cells(n: int) -> int:
-    """The number of cells that a graph looks at when `n` are in use; kernels skip those that masks hide."""
+    """Return the number of cells that a graph reads when `n` are in use; kernels skip masked ones."""
     return -(-n // 256) * 256

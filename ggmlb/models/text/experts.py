@@ -1,4 +1,4 @@
-"""ExpertCache: the experts used most in a device's memory, all of them in the host's."""
+"""ExpertCache: the most used experts in device memory, all experts in host memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ON_HOST: Final = r"ffn_(gate|up|down)_exps\.weight"
 """Regular expression of the weights that stay in host memory."""
 
 HALF_LIFE: Final = 256
-"""Steps after which an earlier use of an expert counts half."""
+"""Steps after which an earlier use of an expert counts half as much."""
 
 
 class Slots:
@@ -32,7 +32,7 @@ class Slots:
         cached: In the device's memory, in the order of `KINDS`: `[n, m, n_slots]`.
         expert: The expert in each slot; -1 for none.
         slot: The slot of each expert; -1 for none.
-        uses: How often each expert was used, of late.
+        uses: Decayed number of uses of each expert.
     """
 
     def __init__(self, whole: Sequence[Tensor], cached: Sequence[Tensor]) -> None:
@@ -44,7 +44,7 @@ class Slots:
         self._whole = whole
 
     def load(self, experts: npt.NDArray[np.int32]) -> int:
-        """Bring experts, each named once, into slots; return how many were copied."""
+        """Load distinct experts into slots; return the number of copies."""
         self.uses *= 0.5 ** (1 / HALF_LIFE)
         self.uses[experts] += 1
         missing = experts[self.slot[experts] < 0]
@@ -65,25 +65,24 @@ class Slots:
 
 
 class ExpertCache:
-    """Keeps the experts used most in the memory of the devices of their layers.
+    """Caches the most used experts on the devices of their layers; all experts stay in host memory.
 
-    All experts stay in host memory. A step of few tokens computes from the cache: the chosen ids are read
-    between two splits, experts that are missing are copied into the slots of those used least, and the ids
-    become numbers of slots. A step whose tokens may choose more experts than there are slots does not use it,
-    nor do layers on devices that compute in host memory.
+    A step of few tokens computes from the cache: the chosen ids are read between two splits, missing experts
+    are copied over the least used ones, and the ids become slot numbers. A step whose tokens may choose more
+    experts than there are slots does not use the cache, nor do layers on devices that compute in host memory.
 
     Args:
         config: The model's sizes.
-        weights: The model's; those of experts in host memory.
+        weights: The model's weights; those of experts in host memory.
         homes: A stream for each layer, on its device.
-        nbytes: Limit of the cache's memory, over all devices [bytes].
+        nbytes: Memory limit over all devices [bytes].
 
     Attributes:
         n_slots: Experts of each layer that are cached.
         buffers: The cache's memory.
         nbytes: Its size [bytes].
-        n_hits: Uses of experts that were there.
-        n_misses: Uses of experts that were copied first.
+        n_hits: Uses of cached experts.
+        n_misses: Uses of experts that had to be copied.
 
     Raises:
         ArgumentError: The model has no experts, or no layer on a device with memory of its own; or the limit
@@ -121,21 +120,18 @@ class ExpertCache:
         self.buffers = alloc_zeros(contexts.values(), BufferUsage.WEIGHTS)
 
     def serves(self, layer: int, n_tokens: int) -> bool:
-        """Whether all experts of a layer that so many tokens may choose have slots."""
+        """Whether the cache has slots for all experts that a step of `n_tokens` may choose."""
         return layer in self._layers and min(n_tokens * self._experts.n_used, self._experts.n) <= self.n_slots
 
     def choose(self, ctx: Context, layer: int, chosen: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the slots of chosen experts, i32 of the same shape, and the matrices that they refer to.
-
-        The matrices are in the order of `KINDS`.
-        """
+        """Return the slots of chosen experts, i32 of the same shape, and the cached matrices by `KINDS`."""
         slots = self._layers[layer]
         return ctx.custom_4d(DType.I32, *chosen.ne, [chosen], self._load, 1, slots), slots.cached
 
     def _load(
         self, dst: npt.NDArray[Any], ids: Sequence[npt.NDArray[Any]], ith: int, nth: int, slots: Slots
     ) -> None:
-        """Compute slots from ids on the CPU, where all that the layer's device was given before is done."""
+        """Compute slots from ids on the CPU, after all earlier work of the layer's device."""
         experts = np.unique(ids[0])
         missed = slots.load(experts)
         self.n_misses += missed

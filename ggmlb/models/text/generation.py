@@ -13,7 +13,7 @@ import numpy as np
 from ggmlb.core.errors import ArgumentError, ModelError, shown
 from ggmlb.inspect.html import escape, pre
 from ggmlb.models.text.decoder import N_BATCH, N_OUT, BaseDecoder, Floats, Token
-from ggmlb.models.text.memory import Memory
+from ggmlb.models.text.kv_cache import SequenceCache
 from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Generation:
             the natural logarithms of their probabilities before sampling.
         stopped_by: `"length"`: `max_tokens` or the context size was reached; `"end"`: the model ended the
             text; `"stop"`: a text of `stop` came; empty while the generation runs.
-        prompt_seconds: Time to the first logits [s].
-        seconds: Time from there to the end [s].
+        prompt_seconds: Time until the first logits [s].
+        seconds: Time from the first logits to the end [s].
     """
 
     prompt_tokens: list[int]
@@ -48,12 +48,12 @@ class Generation:
 
     @property
     def prompt_tokens_per_second(self) -> float:
-        """Tokens of the prompt by the time to the first logits; 0 where no time was taken."""
+        """Prompt tokens per second, up to the first logits; 0 if not measured."""
         return len(self.prompt_tokens) / self.prompt_seconds if self.prompt_seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens after the first by the time that they took; 0 where there are none."""
+        """Generated tokens per second, after the first token; 0 if there are none."""
         return (len(self.tokens) - 1) / self.seconds if self.seconds and self.tokens else 0.0
 
     def __str__(self) -> str:
@@ -77,36 +77,36 @@ class Request:
     """A running sequence.
 
     Args:
-        sequence: Its number in the memory.
+        sequence: Its number in the cache.
         prompt: Its first tokens.
-        n_kept: Tokens of the prompt whose keys and values are in the memory already.
+        n_cached: Tokens of the prompt that are in the cache already.
         options: The options of the generation.
         ends: Tokens that end the text.
-        detokenizer: Makes text of tokens.
-        is_kept: Whether its keys and values stay when it is done.
+        detokenizer: Turns tokens into text.
+        is_session: Whether its tokens stay in the cache when it is done.
 
     Attributes:
         result: The result so far.
         tokens: Prompt and generated tokens.
-        n_done: Tokens whose keys and values are kept.
+        n_done: Number of tokens in the cache.
     """
 
     def __init__(
         self,
         sequence: int,
         prompt: Sequence[int],
-        n_kept: int,
+        n_cached: int,
         options: Options,
         ends: frozenset[int],
         detokenizer: Detokenizer,
-        is_kept: bool = False,
+        is_session: bool = False,
     ) -> None:
         self.sequence = sequence
         self.options = options
         self.result = Generation(list(prompt))
         self.tokens = list(prompt)
-        self.n_done = n_kept
-        self.is_kept = is_kept
+        self.n_done = n_cached
+        self.is_session = is_session
         self._sampler = Sampler(options)
         self._ends = ends
         self._detokenizer = detokenizer
@@ -117,11 +117,11 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more is generated."""
+        """Whether the generation has ended."""
         return bool(self.result.stopped_by)
 
     def next_tokens(self, n_most: int) -> list[Token]:
-        """Return the tokens that are to be computed next, of which the last may want logits."""
+        """Return the next tokens to compute; the last one of the sequence wants logits."""
         if not self._times[0]:
             self._times[0] = perf_counter()
         end = min(len(self.tokens), self.n_done + n_most)
@@ -133,7 +133,7 @@ class Request:
         return found
 
     def accept(self, logits: Floats) -> None:
-        """Choose the next token, and end the generation where that is due."""
+        """Sample the next token; end the generation after the last one."""
         options, result = self.options, self.result
         if not result.tokens:
             self._times[1] = perf_counter()
@@ -156,7 +156,7 @@ class Request:
             self._end("length")
 
     def take(self) -> str:
-        """Return the new text since the last call, except a possible beginning of a stop text."""
+        """Return the new text since the last call, without a possible beginning of a stop text."""
         self._read()
         end = len(self.result.text)
         piece = self.result.text[self._n_taken : end]
@@ -172,7 +172,7 @@ class Request:
         self.result.seconds = perf_counter() - self._times[1]
 
     def _read(self) -> None:
-        """Make text of the tokens that are not text yet: all at once where nobody asks before the end."""
+        """Decode the tokens that are not decoded yet."""
         tokens, self._unread = self._unread, []
         for token in tokens:
             self._add_text(self._detokenizer.add(token))
@@ -192,20 +192,19 @@ class Request:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of a text that a stop text begins with."""
+    """Return the length of the longest suffix of a text that is a prefix of a stop text."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Engine:
-    """Computes requests together: one token of each per batch, and prompts in the remaining room.
+    """Computes requests in common batches: one token of each running request, then tokens of prompts.
 
     Threads may share it, and callbacks may use it: batches take turns.
 
     Args:
         decoder: Computes batches.
-        memory: Where keys and values, or states, are kept.
-        not_finite: Returns the error about a sequence of tokens, the outputs of whose last ones are NaN or
-            infinite.
+        memory: The KV cache, or recurrent states.
+        not_finite: Returns the error about tokens whose last outputs are NaN or infinite.
 
     Attributes:
         decoder: As given.
@@ -214,7 +213,10 @@ class Engine:
     """
 
     def __init__(
-        self, decoder: BaseDecoder[Any], memory: Memory, not_finite: Callable[[Sequence[int]], ModelError]
+        self,
+        decoder: BaseDecoder[Any],
+        memory: SequenceCache,
+        not_finite: Callable[[Sequence[int]], ModelError],
     ) -> None:
         self.decoder = decoder
         self.memory = memory
@@ -224,16 +226,16 @@ class Engine:
         self._n_sequences = 0
 
     def new_sequence(self) -> int:
-        """Return a sequence number that was not used before."""
+        """Return an unused sequence number."""
         with self.lock:
             self._n_sequences += 1
             return self._n_sequences
 
     def check_fits(self, tokens: Sequence[int]) -> None:
-        """Raise if the memory is too small for a prompt.
+        """Raise if the context is too small for a prompt.
 
         Raises:
-            ArgumentError: It has more tokens than the memory has cells.
+            ArgumentError: The prompt has more tokens than the context.
         """
         if len(tokens) > self.memory.n_cells:
             raise ArgumentError(
@@ -247,16 +249,16 @@ class Engine:
         options: Options,
         vocabulary: Vocabulary,
         sequence: int | None = None,
-        n_kept: int = 0,
+        n_cached: int = 0,
     ) -> Request:
         """Return a request to generate after a prompt.
 
         Args:
             tokens: The prompt.
-            options: What is asked; no more tokens are generated than the memory has room for.
-            vocabulary: Makes text of tokens, and knows which end a text.
-            sequence: Whose keys and values stay when the request is done; by default a new one, which goes.
-            n_kept: Tokens of the prompt whose keys and values the sequence has.
+            options: Options of the generation; `max_tokens` is reduced to the room in the context.
+            vocabulary: Turns tokens into text, and knows the end tokens.
+            sequence: A sequence that stays in the cache; by default a new one, which is removed at the end.
+            n_cached: Tokens of the prompt that are in the sequence's cache.
 
         Raises:
             ArgumentError: The prompt does not fit.
@@ -266,14 +268,14 @@ class Engine:
         options = replace(options, max_tokens=min(options.max_tokens, most))
         ends: frozenset[int] = frozenset() if options.ignore_eos else vocabulary.end_tokens
         number = self.new_sequence() if sequence is None else sequence
-        is_kept = sequence is not None
-        return Request(number, tokens, n_kept, options, ends, vocabulary.stream(), is_kept)
+        is_session = sequence is not None
+        return Request(number, tokens, n_cached, options, ends, vocabulary.stream(), is_session)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Compute requests; one waits until the memory has room for all that it may need.
+        """Compute requests; a request starts when the cache has room for all tokens that it may need.
 
         Args:
-            requests: What to compute; the cells of one that is done are freed, unless it is kept.
+            requests: The requests; the cells of a finished one are freed, unless it is a session's.
 
         Yields:
             A request that has one more token, or is done.
@@ -296,11 +298,11 @@ class Engine:
                 self._remove(request)
 
     def _step(self, active: Sequence[Request]) -> list[Request]:
-        """Compute one batch; return those that have one more token, or are done."""
+        """Compute one batch; return the requests that have one more token, or are done."""
         batch: list[Token] = []
         asking = []
         with self.lock:
-            # Those that generate come first.
+            # Running requests come before prompts.
             for request in sorted(active, key=_n_left) if len(active) > 1 else active:
                 tokens = request.next_tokens(N_BATCH - len(batch))
                 batch += tokens
@@ -317,24 +319,24 @@ class Engine:
         return asking
 
     def _check_finite(self, outputs: Floats, sequence: int, tokens: Sequence[int]) -> None:
-        """Raise if the outputs of the last tokens of a sequence are NaN or infinite; it is forgotten then."""
+        """Raise if outputs of a sequence are NaN or infinite; the sequence is removed then."""
         if not np.isfinite(outputs.max()):
             self.memory.has_nan = True
             self.memory.remove(sequence)
             raise self._not_finite(tokens)
 
     def _has_room(self, request: Request) -> bool:
-        """Whether a request can run beside all that are running."""
+        """Whether the cache has room for a request beside the running ones."""
         return self.memory.fits({r.sequence: _n_most(r) for r in (*self._running.values(), request)})
 
     def _remove(self, request: Request) -> None:
         with self.lock:
             self._running.pop(request.sequence, None)
-            if not request.is_kept:
+            if not request.is_session:
                 self.memory.remove(request.sequence)
 
     def parts(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Part]) -> Iterator[Part]:
-        """Compute something after each token of a prompt: yield it for up to `N_OUT` tokens at a time.
+        """Compute a prompt; yield the result of `compute` for up to `N_OUT` tokens at a time.
 
         Raises:
             ArgumentError: The prompt does not fit.
@@ -352,11 +354,11 @@ class Engine:
                 self.memory.remove(sequence)
 
     def each(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Floats]) -> Floats:
-        """Compute something after each token of a prompt: `decode` or `hidden` of the decoder.
+        """Return the outputs of `compute` (`decode` or `hidden` of the decoder) for all tokens of a prompt.
 
         Raises:
             ArgumentError: The prompt does not fit.
-            ModelError: What was computed is not finite.
+            ModelError: An output is NaN or infinite.
         """
 
         def checked(batch: Sequence[Token]) -> Floats:
@@ -373,10 +375,10 @@ def _accept(requests: Sequence[Request], rows: Floats) -> None:
 
 
 def _n_left(request: Request) -> int:
-    """Tokens that are not computed yet."""
+    """Return the number of tokens that are not computed yet."""
     return len(request.tokens) - request.n_done
 
 
 def _n_most(request: Request) -> int:
-    """Cells that a request may need at most."""
+    """Return the largest number of cells that a request may need."""
     return len(request.result.prompt_tokens) + request.options.max_tokens

@@ -1,4 +1,4 @@
-"""Graphs of language models from tokens to logits; TextGraph: of one step of generation."""
+"""TextGraph: the graph of a step of generation, from tokens to logits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ggmlb.models.text.changes import Changes
     from ggmlb.models.text.config import Rope, TextConfig
     from ggmlb.models.text.experts import ExpertCache
-    from ggmlb.models.text.memory import KvMemory
+    from ggmlb.models.text.kv_cache import KvCache
 
 MIN_EXPERT_SUM = 2.0**-14
-"""Least sum of the shares of the chosen experts: the least normal f16, as in llama.cpp."""
+"""Smallest sum of the weights of chosen experts: the smallest normal f16, as in llama.cpp."""
 
 
 class LayersGraph(StepGraph):
@@ -31,11 +31,11 @@ class LayersGraph(StepGraph):
         config: The model's sizes.
         weights: By the names of the file.
         n_tokens: Tokens of a step.
-        is_long: Whether sequences may be longer than the model was first trained for.
-        changes: What is added to hidden states and products.
+        is_long: Whether sequences may be longer than the original context size of the training.
+        changes: Steering vectors and adapters.
 
     Attributes:
-        chosen: Input: tokens whose logits are computed, i32; `None` where all are.
+        chosen: Input: indices of tokens with outputs, i32; `None`: all tokens.
     """
 
     positions: Tensor
@@ -59,7 +59,7 @@ class LayersGraph(StepGraph):
 
     @abstractmethod
     def _mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Mix the values that each token sees.
+        """Return the attention of each token.
 
         Args:
             layer: The layer.
@@ -80,7 +80,7 @@ class LayersGraph(StepGraph):
         ctx, at = self._ctx, f"blk.{layer}."
         seen = self._attend(layer, self._norm(at + "attn_norm", x))
         if layer == self._config.n_layer - 1 and self.chosen is not None:
-            # What comes after is for the chosen tokens alone.
+            # All later nodes are for the chosen tokens alone.
             seen, x = ctx.get_rows(seen, self.chosen), ctx.get_rows(x, self.chosen)
         mixed = self._norm_if(at + "post_attention_norm", self._product(at + "attn_output", seen))
         x = self._name(at + "ffn_inp", ctx.add(self._name(at + "attn_out", mixed), x))
@@ -90,7 +90,7 @@ class LayersGraph(StepGraph):
         return self._end(layer, ctx.add(y, x))
 
     def _attend(self, layer: int, x: Tensor) -> Tensor:
-        """Let each token see others."""
+        """Return attention, before its output product."""
         c, at = self._config, f"blk.{layer}."
         rope = c.rope_window if c.sees_window(layer) else c.rope
         query, key, value = self._projections(at, x)
@@ -102,7 +102,7 @@ class LayersGraph(StepGraph):
         return self._ctx.reshape_2d(mixed, c.n_value * c.n_head, self._n_tokens)
 
     def _projections(self, at: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as `[n_key or n_value, heads, n_tokens]`."""
+        """Return queries, keys and values as `[n_key or n_value, heads, n_tokens]`."""
         ctx, c, n = self._ctx, self._config, self._n_tokens
         sizes = ((c.n_key, c.n_head), (c.n_key, c.n_head_kv), (c.n_value, c.n_head_kv))
         if at + "attn_qkv.weight" not in self._weights:
@@ -127,7 +127,7 @@ class LayersGraph(StepGraph):
         )  # fmt: skip
 
     def _activate(self, gate: Tensor, up: Tensor | None) -> Tensor:
-        """The activation of the gate times the other half; without `up`, of a product that holds both."""
+        """Return the gated activation; without `up`, of a product that holds gate and up."""
         ctx, is_geglu = self._ctx, self._config.arch.activation == "geglu"
         if up is None:
             return ctx.geglu(gate) if is_geglu else ctx.swiglu(gate)
@@ -141,7 +141,7 @@ class LayersGraph(StepGraph):
         return self._product(at + "ffn_down", self._name(at + "ffn_act", y))
 
     def _experts(self, layer: int, x: Tensor) -> Tensor:
-        """Each token's `n_used` best experts, weighted by their shares, which sum to 1."""
+        """Return the outputs of each token's `n_used` best experts, by weights that sum to 1."""
         ctx, experts, at = self._ctx, self._config.experts, f"blk.{layer}."
         assert experts is not None
         n_embd, n = x.ne[0], x.ne[1]
@@ -171,14 +171,14 @@ class LayersGraph(StepGraph):
         return total if experts.n_used > 1 else ctx.cont(total)
 
     def _expert_product(self, name: str, weight: Tensor, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
-        """The product of each token with the matrices of its experts, `[n, n_used, n_tokens]`.
+        """Return the product of each token with the matrices of its experts, `[n, n_used, n_tokens]`.
 
         Args:
             name: The weight in the file.
             weight: All experts, or those that are cached.
             x: Tokens.
-            slots: The chosen experts by their places in `weight`.
-            chosen: The same by their numbers.
+            slots: Indices of the chosen experts in `weight`.
+            chosen: Numbers of the chosen experts.
         """
         ctx = self._ctx
         y = ctx.mul_mat_id(weight, x, slots)
@@ -187,27 +187,27 @@ class LayersGraph(StepGraph):
 
 
 class TextGraph(LayersGraph):
-    """The graph for `n_tokens` tokens that see `n_kv` cells of the memory of keys and values.
+    """The graph for `n_tokens` tokens that see `n_kv` cells of the KV cache.
 
     Positions, cells and masks are inputs: one graph serves every step of its sizes.
 
     Args:
         config: The model's sizes.
         weights: By the names of the file.
-        memory: Keys and values of each layer.
-        n_tokens: Tokens of a step, those that fill up included.
-        n_out: Tokens whose logits are computed.
-        n_kv: Cells that are looked at, from the first.
-        cache: Experts in devices' memory; `None` where all are used where they lie.
-        changes: What is added to hidden states and products.
+        memory: The KV cache.
+        n_tokens: Tokens of a step, padding included.
+        n_out: Tokens that have outputs.
+        n_kv: Number of cells, from the first.
+        cache: The cache of experts, if there is one.
+        changes: Steering vectors and adapters.
 
     Attributes:
         ids: Input: token numbers, i32 `[n_tokens]`.
         positions: Input: positions in their sequences, i32 `[n_tokens]`.
-        cells: Input: where keys and values are kept, i64 `[n_tokens]`.
-        masks: Inputs: what is added to attention scores, 0 or -inf, f16 `[n_kv, n_tokens]`: `False` for
-            layers that see all earlier tokens, `True` for those with a window, where there are such layers.
-        chosen: Input: tokens whose logits are computed, i32 `[n_out]`; `None` where all are.
+        cells: Input: the cells of the tokens in the KV cache, i64 `[n_tokens]`.
+        masks: Inputs: attention masks, 0 or -inf, f16 `[n_kv, n_tokens]`: `False` for layers without a
+            sliding window, `True` for those with one.
+        chosen: Input: indices of tokens with outputs, i32 `[n_out]`; `None`: all tokens.
         logits: Output: f32 `[n_vocab, n_out]`.
         hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`.
     """
@@ -216,7 +216,7 @@ class TextGraph(LayersGraph):
         self,
         config: TextConfig,
         weights: Mapping[str, Tensor],
-        memory: KvMemory,
+        memory: KvCache,
         n_tokens: int,
         n_out: int,
         n_kv: int,
@@ -248,7 +248,7 @@ class TextGraph(LayersGraph):
         masks: Sequence[npt.NDArray[np.float16]],
         chosen: npt.NDArray[np.int32],
     ) -> None:
-        """Write the inputs; `masks` are that of all tokens and, if the model has windows, that of these."""
+        """Write the inputs; `masks` are that without a window and, if there is one, that with it."""
         if self.layers.start == 0:
             self.write(self.ids, ids)
         self.write(self.positions, positions)
@@ -259,7 +259,7 @@ class TextGraph(LayersGraph):
             self.write(self.chosen, chosen)
 
     def set_token(self, number: int, position: int, cell: int, masks: Sequence[memoryview]) -> None:
-        """As `set_inputs`, of a graph for one token."""
+        """Write the inputs of a graph for one token."""
         if self.layers.start == 0:
             self.write_one(self.ids, number)
         self.write_one(self.positions, position)
@@ -268,15 +268,15 @@ class TextGraph(LayersGraph):
             self.write(mask, masks[is_local])
 
     def _mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Keep keys and values of the tokens, and mix the values of the cells that each token sees."""
+        """Write keys and values of the tokens to the KV cache, and return attention over it."""
         ctx, c = self._ctx, self._config
         keys, values = self._memory.keys[layer], self._memory.values[layer]
-        kept_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], self._n_tokens), self.cells)
-        kept_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], self._n_tokens), self.cells)
+        cached_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], self._n_tokens), self.cells)
+        cached_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], self._n_tokens), self.cells)
         return ctx.flash_attn_ext(
             ctx.permute(query, 0, 2, 1, 3),
-            heads_of(ctx, kept_keys, c.n_key, self._n_kv, c.n_head_kv),
-            heads_of(ctx, kept_values, c.n_value, self._n_kv, c.n_head_kv),
+            heads_of(ctx, cached_keys, c.n_key, self._n_kv, c.n_head_kv),
+            heads_of(ctx, cached_values, c.n_value, self._n_kv, c.n_head_kv),
             self.masks[c.sees_window(layer)],
             c.attn_scale,
             0.0,
@@ -284,7 +284,7 @@ class TextGraph(LayersGraph):
         )
 
 
-def heads_of(ctx: Context, kept: Tensor, n: int, n_kv: int, n_heads: int) -> Tensor:
-    """View the first cells of kept keys or values as `[n, n_kv, n_heads]`."""
-    row = kept.nb[1]
-    return ctx.permute(ctx.view_3d(kept, n, n_heads, n_kv, row // n_heads, row), 0, 2, 1, 3)
+def heads_of(ctx: Context, cached: Tensor, n: int, n_kv: int, n_heads: int) -> Tensor:
+    """View the first cells of cached keys or values as `[n, n_kv, n_heads]`."""
+    row = cached.nb[1]
+    return ctx.permute(ctx.view_3d(cached, n, n_heads, n_kv, row // n_heads, row), 0, 2, 1, 3)

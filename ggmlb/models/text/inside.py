@@ -1,4 +1,4 @@
-"""Looking inside a language model: values of nodes by name, and what each layer would say."""
+"""Tracing of a language model: values of nodes by name, and the logit lens."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ggmlb.models.text.decoder import ATTENTION, Array, Floats, Token
 from ggmlb.models.text.generation import Engine
 
 N_SHOWN = 12
-"""Most tokens of a prompt in a picture, the last ones."""
+"""Most tokens of a prompt in a picture: the last ones."""
 
 N_LAYERS = 4
-"""Layers whose nodes are traced together, so that few values are held."""
+"""Layers that are traced together, which bounds the memory."""
 
 
 def matching(patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the names that any of some patterns matches, in the order of `known`.
+    """Return the names that match any pattern, in the order of `known`.
 
     Raises:
-        ArgumentError: A pattern matches none.
+        ArgumentError: A pattern matches no name.
     """
     found = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -54,7 +54,7 @@ def traced_parts(engine: Engine, tokens: Sequence[int], names: Sequence[str]) ->
 
 
 def first_not_finite(engine: Engine, tokens: Sequence[int]) -> tuple[str, str] | None:
-    """Compute a prompt; return the first node with NaN or infinity, and its device; `None`: there is none."""
+    """Compute a prompt; return the first node with NaN or infinity, and its device, or `None`."""
     for names in groups(engine.decoder.names()):
         with engine.lock:
             values = traced(engine, tokens, names)
@@ -69,7 +69,7 @@ def _is_finite(values: Array) -> bool:
 
 
 def groups(names: Sequence[str]) -> Iterator[list[str]]:
-    """Cut names into those of a few layers each, without attention weights, which no node forms."""
+    """Group names by a few layers each, without attention weights, which are no nodes."""
     group: list[str] = []
     layers: set[str] = set()
     for name in names:
@@ -84,7 +84,7 @@ def groups(names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def traced(engine: Engine, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Array]:
-    """Compute a prompt; return the values of nodes, see `TextModel.trace`."""
+    """Compute a prompt; return the values of nodes; see `TextModel.trace`."""
     parts = list(traced_parts(engine, tokens, names))
     return {
         name: _joined([part[name] for part in parts], len(tokens))
@@ -103,12 +103,11 @@ def _joined(parts: Sequence[Array], n_tokens: int) -> Array:
 class LogitLens:
     """The logits of the hidden states after layers, as if each layer were the last.
 
-    Shows itself in a notebook: the likeliest token by layer and token of the prompt, darker where it is
-    likelier.
+    In a notebook, a table of the most likely token by layer and token of the prompt, darker by probability.
 
     Attributes:
         tokens: The prompt.
-        layers: The layers that were looked at.
+        layers: The layers.
         logits: Shape `(n_layers, n_tokens, n_vocab)`.
     """
 
@@ -121,13 +120,13 @@ class LogitLens:
         self._text_of = text_of
 
     def best(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-        """Return the likeliest tokens and their probabilities, each of shape `(n_layers, n_tokens)`."""
+        """Return the most likely tokens and their probabilities, each of shape `(n_layers, n_tokens)`."""
         ids = self.logits.argmax(axis=-1)
         most = self.logits.max(axis=-1, keepdims=True)
         return ids, 1 / np.exp(self.logits - most).sum(axis=-1)
 
     def texts(self) -> list[list[str]]:
-        """Return the texts of the likeliest tokens, by layer and token of the prompt."""
+        """Return the texts of the most likely tokens, by layer and token of the prompt."""
         return [[self._text_of(int(token)) for token in row] for row in self.best()[0]]
 
     def __repr__(self) -> str:
@@ -154,7 +153,7 @@ class LogitLens:
 def lens(
     engine: Engine, tokens: Sequence[int], layers: Sequence[int], text_of: Callable[[int], str]
 ) -> LogitLens:
-    """Return the logits of the hidden states of a prompt, see `TextModel.logit_lens`."""
+    """Return the logits of the hidden states of a prompt; see `TextModel.logit_lens`."""
     states = traced(engine, tokens, [f"blk.{layer}.out" for layer in layers])
     with engine.lock:
         logits = engine.decoder.lens(np.concatenate(list(states.values())))

@@ -14,9 +14,9 @@ from ggmlb.models.text.adapter import Adapter, FactorSource
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.decoder import BaseDecoder, Decoder
 from ggmlb.models.text.experts import ON_HOST, ExpertCache
-from ggmlb.models.text.memory import KvMemory, Memory
+from ggmlb.models.text.kv_cache import KvCache, SequenceCache
 from ggmlb.models.text.recurrent import RecurrentDecoder
-from ggmlb.models.text.states import StateMemory
+from ggmlb.models.text.state_cache import StateCache
 from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class LoadedModel:
             if source.is_matrix
         }
         self.experts: ExpertCache | None = None
-        self.memory: Memory
+        self.memory: SequenceCache
         self.decoder: BaseDecoder[Any]
         with ExitStack() as resources:
             self.weights = Weights(layout.file, None, overrides)
@@ -89,11 +89,11 @@ class LoadedModel:
                 resources.callback(self.experts.free)
             if config.state is not None:
                 with _no_room_for(params.n_ctx):
-                    self.memory = states = StateMemory(config.state, kv_homes, params.n_ctx)
+                    self.memory = states = StateCache(config.state, kv_homes, params.n_ctx)
                 self.decoder = RecurrentDecoder(config, weights, states, streams, changes, params.n_ubatch)
             else:
                 with _no_room_for(params.n_ctx):
-                    self.memory = cells = KvMemory(config, kv_homes, params.n_ctx, params.kv_type)
+                    self.memory = cells = KvCache(config, kv_homes, params.n_ctx, params.kv_type)
                 self.decoder = Decoder(
                     config, weights, cells, streams, changes, params.n_ubatch, self.experts, kv_moved
                 )

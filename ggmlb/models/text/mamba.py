@@ -14,7 +14,7 @@ from ggmlb.models.text.step import StepGraph
 if TYPE_CHECKING:
     from ggmlb.models.text.changes import Changes
     from ggmlb.models.text.config import State, TextConfig
-    from ggmlb.models.text.states import StateMemory
+    from ggmlb.models.text.state_cache import StateCache
 
 
 class MambaGraph(StepGraph):
@@ -26,10 +26,10 @@ class MambaGraph(StepGraph):
         config: The model's sizes.
         weights: By the names of the file.
         memory: The states of each layer.
-        n_tokens: Tokens of each sequence; none fill up, because each changes the states.
-        n_sequences: Sequences, those that fill up included.
-        n_out: Tokens of all sequences whose logits are computed; 0 for none.
-        changes: What is added to hidden states and products.
+        n_tokens: Tokens of each sequence, without padding, because each token changes the states.
+        n_sequences: Sequences, padding included.
+        n_out: Tokens that have outputs, of all sequences.
+        changes: Steering vectors and adapters.
 
     Attributes:
         ids: Input: token numbers, one sequence after the other, i32 `[n_tokens * n_sequences]`.
@@ -43,7 +43,7 @@ class MambaGraph(StepGraph):
         self,
         config: TextConfig,
         weights: Mapping[str, Tensor],
-        memory: StateMemory,
+        memory: StateCache,
         n_tokens: int,
         n_sequences: int,
         n_out: int,
@@ -78,7 +78,7 @@ class MambaGraph(StepGraph):
         if self.chosen is not None:
             self.write(self.chosen, chosen)
 
-    def _mix(self, layer: int, x: Tensor, memory: StateMemory) -> Tensor:
+    def _mix(self, layer: int, x: Tensor, memory: StateCache) -> Tensor:
         """Mix each token with the earlier ones of its sequence, by way of the layer's states.
 
         Args:

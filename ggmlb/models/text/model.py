@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from ggmlb.optimize import Callback, Epoch, Optimizer, Schedule
 
 LEAST_LENGTH = 1e-12
-"""Least length that an embedding is divided by."""
+"""Smallest norm that an embedding is divided by."""
 
 MOST_TRAINED = 1 << 20
-"""Most tokens of a batch of training."""
+"""Largest batch of training [tokens]."""
 
 Message = Mapping[str, Any]
 """A message of a chat: `{"role": "user", "content": "Hello"}`."""
@@ -168,7 +168,7 @@ class TextModel(ModelOnDevices):
 
     @property
     def memory(self) -> MemoryReport:
-        """The bytes that it takes on each device, beside those that were to be expected.
+        """The allocated memory of each device, beside the predicted memory.
 
         Raises:
             FreedError: The model was closed.
@@ -178,20 +178,20 @@ class TextModel(ModelOnDevices):
         return MemoryReport(self._planner.forecast(self.placement, events), self._loaded.table)
 
     def summary(self) -> Summary:
-        """Return what the model is, which device holds what, and the memory of each.
+        """Return the model's sizes, the parts on each device, and the memory of each device.
 
         Raises:
             FreedError: The model was closed.
         """
         memory, facts = self.memory, gguf_facts(self.file)
-        kept = f"{self.n_ctx:,} tokens" + (
-            "" if self.config.state else f" in {self._planner.params.kv_type.name}"
+        context = f"{self.n_ctx:,} tokens" + (
+            "" if self.config.state else f", {self._planner.params.kv_type.name.lower()} KV cache"
         )
         about = {
             "architecture": f"{self.config.name}, {self.config.n_layer} layers of {self.config.n_embd}",
             "weights": facts["tensors"],
             "types": facts["types"],
-            "kept": kept,
+            "context": context,
             "loaded in": f"{self.load_seconds:.2f} s",
         }
         parts = held(self.homes, [backend.name for backend in self.backends])
@@ -199,10 +199,10 @@ class TextModel(ModelOnDevices):
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The file's template for chats.
+        """The chat template of the file.
 
         Raises:
-            ModelError: The file has none.
+            ModelError: The file has no chat template.
         """
         from ggmlb.models.gguf.chat import ChatTemplate
 
@@ -214,10 +214,10 @@ class TextModel(ModelOnDevices):
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Texts to tokens and back.
+        """The vocabulary, which turns text into tokens and back.
 
         Raises:
-            ModelError: The file's vocabulary is damaged, or of a kind that is not known.
+            ModelError: The file's vocabulary is damaged, or of an unknown kind.
         """
         return Vocabulary(self.file.metadata)
 
@@ -227,11 +227,11 @@ class TextModel(ModelOnDevices):
     # -- tokens and logits ---------------------------------------------------------------------
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a text (with those that the model wants around it), or of a chat.
+        """Return the tokens of a text, with the model's special tokens around it, or of a chat.
 
         Raises:
-            ArgumentError: The prompt is empty, no prompt, or has a token that the vocabulary lacks.
-            ModelError: It is a chat, and the file has no template for one.
+            ArgumentError: The prompt is empty, or has a token that the vocabulary lacks.
+            ModelError: The prompt is a chat, and the file has no chat template.
         """
         self._check("tokens_of")
         items: list[Any] = list(prompt)
@@ -265,12 +265,12 @@ class TextModel(ModelOnDevices):
     def embed(self, prompt: Prompt) -> Floats:
         """Return a prompt's embedding, of length 1, shape `(n_embd,)`.
 
-        It is the mean of the normalised hidden states, or that of the first (`cls`) or last token, as the
-        file's `pooling_type` says; the mean if it does not say.
+        It is the mean of the normalised hidden states, or the state of the first (`cls`) or last token, as
+        `pooling_type` of the file asks; the mean by default.
 
         Returns:
-            With the pooling type `none`, the hidden states of all tokens, shape `(n_tokens, n_embd)`, as they
-            are.
+            With the pooling type `none`, the hidden states of all tokens, shape `(n_tokens, n_embd)`, not
+            normalised.
 
         Raises:
             ModelError: The pooling type is `rank`: the model scores texts, and has no embeddings.
@@ -299,14 +299,14 @@ class TextModel(ModelOnDevices):
     def trace(self, prompt: Prompt, names: str | Sequence[str] = "blk.*.out") -> dict[str, Array]:
         """Compute a prompt, and return values inside the model.
 
-        The graphs are those of `logits`, computed where they are for it; each value is read after it was
-        computed. `docs/text-models.md` tells the names.
+        Graphs and devices are those of `logits`; each value is read right after its node. The names are in
+        `docs/text-models.md`.
 
         Example: `model.trace("The sky", "blk.*.attn_out")["blk.3.attn_out"]`
 
         Args:
             prompt: As for `generate`.
-            names: Names or patterns (`*`, `?`, `[...]`) of them.
+            names: Names, or patterns with `*`, `?` and `[...]`.
 
         Returns:
             Arrays by name, shape `(n_tokens, ...)`; of attention weights (`blk.*.attn_weights`)
@@ -320,11 +320,11 @@ class TextModel(ModelOnDevices):
         return traced(self._engine, tokens, matching(names, self._engine.decoder.names()))
 
     def logit_lens(self, prompt: Prompt, layers: Sequence[int] | None = None) -> LogitLens:
-        """Return what the model would say after each layer: the output of the hidden states there.
+        """Return the logits of the hidden states after each layer, as if it were the last layer.
 
         Args:
             prompt: As for `generate`.
-            layers: All by default. The logits of each take `n_tokens * n_vocab` floats.
+            layers: Layers, all by default. The logits of each take `n_tokens * n_vocab` floats.
 
         Raises:
             ArgumentError: There is no such layer, or the prompt is empty or does not fit `n_ctx`.
@@ -342,14 +342,14 @@ class TextModel(ModelOnDevices):
     ) -> AbstractContextManager[None]:
         """Add vectors to the hidden states after layers while a `with` block runs.
 
-        Nothing is loaded again: the vectors are inputs of graphs. Blocks inside one another add up. Keys and
-        values that a session kept before stay as they are.
+        The vectors are inputs of graphs, so that nothing is loaded again. Nested blocks add up. The KV cache
+        of earlier tokens of a session stays as it is.
 
         Example: `with model.steering({12: vector}): print(model.generate("I feel").text)`
 
         Args:
             vectors: For each layer, `n_embd` numbers.
-            scale: What they are multiplied by.
+            scale: Factor of the vectors.
 
         Raises:
             ArgumentError: There is no such layer, or a vector has another shape, when the block is entered.
@@ -357,17 +357,17 @@ class TextModel(ModelOnDevices):
         return self._changes.steering(vectors, scale)
 
     def load_adapter(self, path: str | PathLike[str], scale: float = 1.0, trainable: bool = False) -> Adapter:
-        """Load a LoRA adapter beside the model's weights, which stay as they are.
+        """Load a LoRA adapter; the model's own weights stay as they are.
 
         Example: `adapter = model.load_adapter("pirate.gguf")`, then `adapter.scale = 0` to switch it off.
 
         Args:
             path: A GGUF file, as llama.cpp's `convert_lora_to_gguf.py` writes it.
-            scale: What it is multiplied by; 0: off.
-            trainable: Whether to place its factors as f32, so that `finetune` can go on with them.
+            scale: Factor of the adapter; 0: off.
+            trainable: Whether to place its factors as f32, so that `finetune` can change them.
 
         Returns:
-            The adapter, which is on until it is closed, or the model is; several may be on.
+            The adapter, which is on until it or the model is closed; several may be on.
 
         Raises:
             ModelError: The file is missing or damaged, no LoRA adapter, or of another model.
@@ -385,16 +385,16 @@ class TextModel(ModelOnDevices):
         alpha: float | None = None,
         seed: int = 0,
     ) -> Adapter:
-        """Return a LoRA adapter that changes nothing yet, to be trained by `finetune`.
+        """Return a new LoRA adapter, to be trained by `finetune`; untrained, it has no effect.
 
         Args:
             targets: Regular expression: weights whose names it matches anywhere have factors.
             rank: Rows and columns of the factors.
-            alpha: Divided by the rank, what their products are multiplied by; twice the rank by default.
-            seed: Of the random factors; those on the other side are 0.
+            alpha: LoRA alpha: the products are multiplied by `alpha / rank`; twice the rank by default.
+            seed: Seed of the random factors `a`; the factors `b` are 0.
 
         Raises:
-            ArgumentError: No weight is meant, the rank is not positive, or the seed is negative.
+            ArgumentError: No weight matches, the rank is not positive, or the seed is negative.
             AllocationError: A device lacks room.
             FreedError: The model was closed.
         """
@@ -415,17 +415,17 @@ class TextModel(ModelOnDevices):
         opt_period: int = 1,
         seed: int = 0,
     ) -> Training:
-        """Return what trains an adapter, step by step or by epochs; `finetune` does all of it in one call.
+        """Return a trainer of an adapter, for single steps or epochs; `finetune` trains in one call.
 
         Example: `with model.training(adapter) as t: t.opt.epoch(t.dataset(model.tokens_of(text)))`
 
         Args:
-            adapter: One of this model's, new or loaded as `trainable`; it must be on.
+            adapter: An adapter of this model, new or loaded as `trainable`; it must be on.
             optimizer: Hyperparameters, or a function that returns those of each step; see `ggmlb.optimize`.
-            n_ctx: Tokens of a sequence.
-            n_batch: Sequences that are computed together.
-            opt_period: Batches whose gradients are added up before a step.
-            seed: Of the orders of data.
+            n_ctx: Sequence length [tokens].
+            n_batch: Sequences per batch.
+            opt_period: Batches per optimizer step, whose gradients are accumulated.
+            seed: Seed of the order of the data.
 
         Raises:
             ArgumentError: The adapter is off, another model's, or not trainable; the model has experts or is
@@ -437,7 +437,7 @@ class TextModel(ModelOnDevices):
         if adapter not in self._changes.active:
             raise ArgumentError(f"training: {adapter!r} is off, closed, or of another model")
         if not adapter.source.trainable:
-            raise ArgumentError(f"training: {adapter!r} was loaded to be read; load it as trainable")
+            raise ArgumentError(f"training: {adapter!r} is not trainable; load it with trainable=True")
         if self.config.state is not None or self.config.experts is not None:
             kind = "is recurrent" if self.config.experts is None else "has experts"
             raise ArgumentError(f"training: the model {kind}: ops of such models have no gradients")
@@ -467,21 +467,21 @@ class TextModel(ModelOnDevices):
         callback: Callback | None = None,
         seed: int = 0,
     ) -> list[Epoch]:
-        """Train an adapter with a text; the model's own weights stay as they are, quantised.
+        """Train an adapter with a text; the model's own weights stay as they are, also quantised ones.
 
         Example: `model.finetune(model.new_adapter(), text, optimize.AdamW(1e-3), n_epochs=3)`
 
         Args:
-            adapter: One of this model's, new or loaded as `trainable`; it must be on.
+            adapter: An adapter of this model, new or loaded as `trainable`; it must be on.
             text: As for `generate`; it is cut into sequences of `n_ctx` tokens.
             optimizer: Hyperparameters, or a function that returns those of each step.
-            n_epochs: How often all of the text is used, in a new order each time.
-            n_ctx: Tokens of a sequence.
-            n_batch: Sequences that are computed together.
-            opt_period: Batches whose gradients are added up before a step.
-            val_split: Share of the text, its end, that measures and does not train.
+            n_epochs: Number of passes over the text, each in a new order.
+            n_ctx: Sequence length [tokens].
+            n_batch: Sequences per batch.
+            opt_period: Batches per optimizer step, whose gradients are accumulated.
+            val_split: Fraction of the text, its end, that is for validation and does not train.
             callback: Called after each batch; `False` ends the training.
-            seed: Of the orders of data.
+            seed: Seed of the order of the data.
 
         Returns:
             What each epoch measured.
@@ -503,14 +503,14 @@ class TextModel(ModelOnDevices):
         max_tokens: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Comparison:
-        """Return how far another model is from this one, as a quantisation of it, over a text.
+        """Return the errors of another model, as a quantisation of this one, over a text.
 
         Args:
             other: A model with the same layers and vocabulary.
-            text: At least a token; each chunk of it is computed by itself.
-            n_ctx: Tokens of a chunk.
-            max_tokens: Most tokens.
-            progress: `progress(done, total)`, told after each chunk.
+            text: A text of at least one token; its chunks are independent.
+            n_ctx: Chunk size [tokens].
+            max_tokens: Maximum number of tokens.
+            progress: `progress(done, total)`, called after each chunk.
 
         Raises:
             ArgumentError: The models differ in more than their weights, or a chunk does not fit `n_ctx`.
@@ -526,12 +526,12 @@ class TextModel(ModelOnDevices):
     def differences(
         self, other: TextModel, prompt: Prompt, max_tokens: int = 0, limit: float = LIMIT
     ) -> Differences:
-        """Return where another model parts from this one, as the same file on another device.
+        """Return the first node and token at which another model differs, as the same file on another device.
 
         Args:
             other: A model with the same layers and vocabulary.
             prompt: As for `generate`.
-            max_tokens: Tokens to generate, each the likeliest one, to find the first that differs; 0: none.
+            max_tokens: Tokens to generate, greedily, to find the first that differs; 0: none.
             limit: NMSE above which a node differs.
 
         Raises:
@@ -555,12 +555,12 @@ class TextModel(ModelOnDevices):
         return Differences(limit, nodes, token)
 
     def _common_tokens(self, call: str, other: TextModel, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt, which must be the same for both models."""
+        """Return the tokens of a prompt, after a check that they are the same for both models."""
         other._check(call)
         check_alike(self.config, other.config)
         tokens = self.tokens_of(prompt)
         if other.tokens_of(prompt) != tokens:
-            raise ArgumentError(f"{call}: the models have other vocabularies; give two files of one model")
+            raise ArgumentError(f"{call}: the vocabularies differ; give two files of one model")
         return tokens
 
     def _text_of(self, token: int) -> str:
@@ -583,10 +583,10 @@ class TextModel(ModelOnDevices):
             prompt: A text, token numbers, or the messages of a chat (`{"role": ..., "content": ...}`).
             options: Options of the generation; see `Options`.
             on_token: Called with each new piece of text, in whole characters.
-            changes: Single options by name: `max_tokens`, `temperature`, `seed`, `stop` and so on.
+            changes: Single options by name, as `max_tokens=64`; see `Options`.
 
         Raises:
-            ArgumentError: The prompt is empty or does not fit `n_ctx`, or an option is none or out of range.
+            ArgumentError: The prompt is empty or does not fit `n_ctx`, or an option is unknown or invalid.
             ModelError: The prompt is a chat, and the file has no template; or the file was changed.
             FreedError: The model was closed.
         """
@@ -612,7 +612,7 @@ class TextModel(ModelOnDevices):
     def generate_many(
         self, prompts: Sequence[Prompt], options: Options | None = None, **changes: Unpack[OptionValues]
     ) -> list[Generation]:
-        """Generate text after each of several prompts, as many together as the memory has room for.
+        """Generate text after each of several prompts, in batches of as many as fit the context.
 
         Raises:
             Error: As `generate`.
@@ -630,13 +630,13 @@ class TextModel(ModelOnDevices):
         max_chunks: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Perplexity:
-        """Return how well the model foretells a text, chunk by chunk, as llama.cpp's `llama-perplexity` does.
+        """Return the perplexity of a text, chunk by chunk, as llama.cpp's `llama-perplexity` does.
 
         Args:
-            text: At least a chunk.
-            n_ctx: Tokens of a chunk; the second half of each is foretold.
-            max_chunks: Most chunks.
-            progress: `progress(done, total)`, told after each chunk.
+            text: A text of at least one chunk.
+            n_ctx: Chunk size [tokens]; the second half of each chunk is predicted.
+            max_chunks: Maximum number of chunks.
+            progress: `progress(done, total)`, called after each chunk.
 
         Raises:
             ArgumentError: The text is too short, or a chunk does not fit the model's `n_ctx`.
@@ -647,11 +647,11 @@ class TextModel(ModelOnDevices):
         return perplexity(self._engine, self.tokens_of(text), n_ctx, first, max_chunks, progress)
 
     def session(self) -> Session:
-        """Return a session, which keeps keys and values between calls (for conversations)."""
+        """Return a session, whose KV cache stays between calls (for conversations)."""
         return Session(self._engine, lambda: self.vocabulary, self.tokens_of, self._fingerprint)
 
     def _fingerprint(self) -> str:
-        """What tells states of this model from others'."""
+        """Return a hash that identifies the model of a saved session."""
         self._check("session")
         is_long = "rope_factors_long.weight" in self.file and self.n_ctx > self.config.rope.n_ctx_orig
         return fingerprint(self.file) + "+long" * is_long
@@ -662,7 +662,7 @@ class TextModel(ModelOnDevices):
     def _not_finite(self, tokens: Sequence[int]) -> ModelError:
         """Return the error about the outputs of a prompt that are NaN or infinite, with their cause."""
         devices = ", ".join(backend.name for backend in self.backends)
-        what = f"{self.file.path} on {devices}: what is computed after token {len(tokens)} is NaN or infinite"
+        what = f"{self.file.path} on {devices}: NaN or infinity after token {len(tokens)}"
         try:
             found = first_not_finite(self._engine, tokens)
         except AllocationError:  # other sequences leave no room to compute it again
@@ -677,7 +677,7 @@ class TextModel(ModelOnDevices):
                     f"{what}{where}: the weight {weight!r} has NaN or infinity; copy or download it again"
                 )
         return ModelError(
-            f"{what}{where}, though all weights are finite: try kv_type='f32', another device, or without "
+            f"{what}{where}, though all weights are finite; try kv_type='f32', another device, or no "
             "steering vectors and adapters"
         )
 

@@ -1,4 +1,4 @@
-"""Perplexity: how well a model foretells a text."""
+"""Perplexity of a text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ggmlb.models.text.generation import Engine
 
 
 class Perplexity(NamedTuple):
-    """How well a text was foretold.
+    """The perplexity of a text.
 
     Attributes:
         value: The exponential of the mean of the negative log-probabilities of its tokens.
         error: Standard error of the value.
-        n_tokens: Tokens that were foretold.
-        n_chunks: Chunks of the text.
+        n_tokens: Predicted tokens.
+        n_chunks: Number of chunks.
     """
 
     value: float
@@ -40,10 +40,10 @@ def perplexity(
 
     Args:
         engine: Computes logits.
-        tokens: Of the whole text.
-        n_ctx: Tokens of a chunk.
-        first: Token that each chunk begins with, in place of its own; `None`: its own.
-        max_chunks: Most chunks.
+        tokens: Tokens of the whole text.
+        n_ctx: Chunk size [tokens].
+        first: Token that replaces the first one of each chunk; `None`: none does.
+        max_chunks: Maximum number of chunks.
         progress: Called after each chunk with the number done and the total.
 
     Raises:
@@ -51,12 +51,12 @@ def perplexity(
     """
     if n_ctx < 3 or (max_chunks is not None and max_chunks < 1):
         raise ArgumentError(
-            f"perplexity: n_ctx is {n_ctx}, max_chunks {max_chunks}; give 3 or more, whose second half is "
-            "foretold, and 1 or more"
+            f"perplexity: n_ctx is {n_ctx}, max_chunks {max_chunks}; give 3 or more tokens per chunk, and 1 "
+            "or more chunks"
         )
     n_chunks = min(len(tokens) // n_ctx, max_chunks or len(tokens))
     if not n_chunks:
-        raise ArgumentError(f"the text has {len(tokens)} tokens, fewer than {n_ctx}, a chunk; give more")
+        raise ArgumentError(f"the text has {len(tokens)} tokens; give at least a chunk of {n_ctx}")
     half = n_ctx // 2
     losses = []
     for i in range(n_chunks):

@@ -21,12 +21,12 @@ from ggmlb.models.text.adapter import AdapterFile, FactorSource
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.cost import Cost
 from ggmlb.models.text.decoder import N_BATCH
+from ggmlb.models.text.kv_cache import KvCache
 from ggmlb.models.text.layout import ModelLayout
 from ggmlb.models.text.loaded_model import LoadedModel
-from ggmlb.models.text.memory import KvMemory
 from ggmlb.models.text.placement import KV_NAMES, Placement, ResolvedPlacement, is_expert
 from ggmlb.models.text.shards import Shards
-from ggmlb.models.text.states import StateMemory
+from ggmlb.models.text.state_cache import StateCache
 from ggmlb.models.weights import Source, Weights
 from ggmlb.runtime.alloc import override_for
 
@@ -398,11 +398,11 @@ class Planner:
         """The size of a layer's KV cache, or recurrent states [bytes]."""
         config, params = self.config, self.params
         with ExitStack() as resources:
-            memory: KvMemory | StateMemory
+            memory: KvCache | StateCache
             if config.state is not None:
-                memory = StateMemory(config.state, [backend], params.n_ctx)
+                memory = StateCache(config.state, [backend], params.n_ctx)
             else:
-                memory = KvMemory(config, [backend], params.n_ctx, params.kv_type)
+                memory = KvCache(config, [backend], params.n_ctx, params.kv_type)
             resources.callback(memory.free)
             inner = [each for buffer in memory.buffers for each in buffer.allocations]
             return _most([(each.buft, each.size) for each in inner], backend)

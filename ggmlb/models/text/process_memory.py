@@ -1,4 +1,4 @@
-"""ProcessMemory: what a process takes besides a model's buffers, estimated from measured sizes."""
+"""ProcessMemory: an estimate of the memory of a process besides a model's buffers, from measured sizes."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ if TYPE_CHECKING:
     from ggmlb.models.text.planner import Fit, Planner
 
 PER_WORD = 160
-"""Bytes of a word of the vocabulary: its text, its number, and its place in tables."""
+"""Bytes of a token of the vocabulary: its text, its number, and its table entries."""
 
 N_SEQUENCES = 16
-"""Sequences whose logits are read together."""
+"""Sequences whose logits are read at once."""
 
 N_GRAPHS = 5
-"""Size classes of graphs that a prompt and some sequences after it need."""
+"""Graphs of different sizes for a prompt and the steps after it."""
 
 PER_NODE = 5 << 10
 """Bytes of a node, its tensors, and its step in a plan."""
 
 PER_KERNEL = 6 << 10
-"""Further bytes of a node on a device with kernels of its own."""
+"""Further bytes of a node on a device with memory of its own."""
 
 PER_THREAD = 24 << 20
-"""Scratch memory of a thread of the CPU device: tiles of weights and of scores, as float32."""
+"""Scratch memory of a thread of the CPU device: tiles of weights and scores in float32."""
 
 
 class ProcessMemory(NamedTuple):
-    """Bytes besides the buffers of a model; kernels that are compiled for the first time take more.
+    """Bytes besides the buffers of a model; compiling kernels for the first time takes more.
 
     Attributes:
-        vocabulary: Words, and what finds them.
-        logits: Of the sequences computed together, as arrays.
+        vocabulary: The vocabulary, with its tables.
+        logits: Logits of the sequences of a batch.
         graphs: Graphs and their plans.
-        scratch: Of processors that compute with blocks of weights as float32.
+        scratch: Scratch memory of the CPU device.
     """
 
     vocabulary: int
@@ -43,7 +43,7 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memory(planner: Planner, fit: Fit, n_threads: int) -> ProcessMemory:
-    """Return an estimate of what a process with so many threads takes besides a placement's buffers."""
+    """Return the estimated memory of a process of `n_threads` besides a placement's buffers."""
     config, costs = planner.config, planner.costs(fit.placement)
     graphs = scratch = 0
     for name, backend in planner.backends.items():

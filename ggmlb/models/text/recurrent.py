@@ -1,93 +1,41 @@
-"""RecurrentDecoder: logits of batches of tokens of recurrent models, by cached graphs."""
+"""RecurrentDecoder: computes batches of tokens of recurrent models (Mamba), by cached graphs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ggmlb import Tensor
 from ggmlb.core.errors import ArgumentError
-from ggmlb.models.text.decoder import (
-    N_BATCH,
-    N_OUT,
-    NOTHING,
-    BaseDecoder,
-    Floats,
-    Token,
-    Traced,
-    largest_batches,
-)
+from ggmlb.models.text.decoder import N_BATCH, N_OUT, BaseDecoder, Floats, Token, Traced, largest_batches
 from ggmlb.models.text.mamba import MambaGraph
-from ggmlb.models.text.states import StateMemory
+from ggmlb.models.text.state_cache import StateCache
 
 
-class RecurrentDecoder(BaseDecoder[StateMemory]):
-    """Computes batches of tokens, and keeps the states after them.
+class RecurrentDecoder(BaseDecoder[StateCache]):
+    """Decoder of models with recurrent states.
 
-    A batch is computed in steps, each of equally many tokens of some sequences: powers of two, so that few
-    graphs serve all batches, though no token can fill one up.
+    A batch is computed in steps, each of the same number of tokens of some sequences: powers of two, so that
+    few graphs serve all batches, though there can be no padding tokens. Where a step fails, the sequences of
+    the batch are removed.
     """
 
-    def reserve(self) -> None:
-        """Allocate the memory that the largest batches need, so that none allocates any.
-
-        Raises:
-            AllocationError: A device lacks room.
-        """
+    def _largest(self) -> Iterator[MambaGraph]:
         n_most = 1 << (self._memory.spare - 1).bit_length()
-        self._runs.reserve(
-            MambaGraph(
-                self._config,
-                self._weights,
-                self._memory,
-                n_tokens,
-                n_sequences,
-                min(n_tokens * n_sequences, N_OUT),
-            )
-            for n in largest_batches(self._runs.scheduler.backends, N_BATCH)
-            for n_sequences in (1, min(n, n_most))
-            for n_tokens in (min(n // n_sequences, self._n_ubatch or n),)
-        )
-
-    def decode(self, batch: Sequence[Token], is_lent: bool = False) -> Floats:
-        """Compute a batch, and keep the states after it.
-
-        Args:
-            batch: At most `N_BATCH` tokens; those of a sequence in their order, each after the last.
-            is_lent: Whether the next batch may overwrite the result; it never does.
-
-        Returns:
-            Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
-
-        Raises:
-            AllocationError: Too few slots are free, or a device lacks room; sequences of the batch are
-                forgotten.
-        """
-        return self._compute(batch, lambda graph: graph.logits)
-
-    def hidden(self, batch: Sequence[Token]) -> Floats:
-        """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
-        return self._compute(batch, lambda graph: graph.hidden)
-
-    def names(self) -> list[str]:
-        """Return the names that `trace` knows, in the order in which the nodes are computed."""
-        return list(self._token_graph().named)
+        for n in largest_batches(self._runs.scheduler.backends, N_BATCH):
+            for n_sequences in (1, min(n, n_most)):
+                n_tokens = min(n // n_sequences, self._n_ubatch or n)
+                yield self._graph(n_tokens, n_sequences, min(n_tokens * n_sequences, N_OUT))
 
     def _token_graph(self) -> MambaGraph:
-        return MambaGraph(self._config, self._weights, self._memory, 1, 1, 1)
+        return self._graph(1, 1, 1)
 
-    def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
-        self._compute(batch, lambda graph: graph.hidden, traced)
+    def _graph(self, n_tokens: int, n_sequences: int, n_out: int) -> MambaGraph:
+        sizes = n_tokens, n_sequences, n_out
+        return MambaGraph(self._config, self._weights, self._memory, *sizes, self.changes)
 
-    def _compute(
-        self,
-        batch: Sequence[Token],
-        output: Callable[[MambaGraph], Tensor | None],
-        traced: Traced = NOTHING,
-    ) -> Floats:
-        """Compute a batch; return an output of the tokens that want it, and add values to `traced`."""
+    def _compute(self, batch: Sequence[Token], output: str, traced: Traced) -> Floats:
         left: dict[int, list[int]] = defaultdict(list)
         for i, token in enumerate(batch):
             left[token.sequence].append(i)
@@ -123,11 +71,11 @@ class RecurrentDecoder(BaseDecoder[StateMemory]):
         self,
         batch: Sequence[Token],
         step: Mapping[int, Sequence[int]],
-        output: Callable[[MambaGraph], Tensor | None],
+        output: str,
         traced: Traced,
     ) -> dict[int, Floats]:
-        """Compute equally many tokens of some sequences; return rows by their places in the batch."""
-        memory, config, changes = self._memory, self._config, self.changes
+        """Compute the same number of tokens of some sequences; return rows by their indices in the batch."""
+        memory = self._memory
         n_tokens = len(next(iter(step.values())))
         n_sequences = 1 << (len(step) - 1).bit_length()
         n = n_tokens * n_sequences
@@ -141,9 +89,7 @@ class RecurrentDecoder(BaseDecoder[StateMemory]):
         chosen = np.zeros(n_out, np.int32)
         chosen[: len(wanted)] = wanted
         sizes = (n_tokens, n_sequences, n_out)
-        graph: MambaGraph = self._runs.get(
-            (*sizes, changes.key), lambda: MambaGraph(config, self._weights, memory, *sizes, changes)
-        )
+        graph: MambaGraph = self._runs.get((*sizes, self.changes.key), lambda: self._graph(*sizes))
         graph.set_inputs(ids, slots, chosen)
         positions = np.zeros(n, np.int32)
         positions[: len(places)] = [batch[i].position for i in places]
@@ -152,7 +98,7 @@ class RecurrentDecoder(BaseDecoder[StateMemory]):
             self._runs.wait()
         for sequence in step:
             memory.advance(sequence, n_tokens)
-        found = output(graph)
+        found = getattr(graph, output)
         if found is None:
             return {}
         table = graph.lent(found).reshape(n_out, -1)

@@ -1,4 +1,4 @@
-"""Session: a sequence that keeps keys and values between calls, for conversations."""
+"""Session: a sequence whose KV cache stays between calls, for conversations."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ KEY = "ggmlb.session.model"
 
 N_SAMPLES = 8
 SAMPLE = 512
-"""Pieces of each weight that a fingerprint covers, and the bytes of one."""
+"""Samples of each weight in a fingerprint, and the bytes of one."""
 
 
 @checked_methods
 class Session:
-    """Generation for prompts with a common beginning, of which only the new tokens are computed.
+    """Generation for prompts with a common prefix, of which only the new tokens are computed.
 
     Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only. A
-    recurrent model (Mamba) goes on only where the prompt begins with all tokens that are kept, and has more.
-    While it generates, neither callbacks nor other threads may use it: a GraphError.
+    recurrent model (Mamba) continues only if the prompt starts with all cached tokens and has more; otherwise
+    it computes the whole prompt. Use of a session by a callback or another thread while it generates is a
+    GraphError.
 
     Attributes:
-        tokens: Tokens whose keys and values, or states, are kept.
+        tokens: Tokens in the KV cache, or in the recurrent states.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class Session:
         devices = dict.fromkeys(device_of(b.buft) for buffer in memory.buffers for b in buffer.allocations)
         return (
             f"<Session: {len(self.tokens):,} of {memory.n_cells:,} tokens of context, "
-            f"{memory.kind} of {readable_size(memory.nbytes)} on {', '.join(devices)}>"
+            f"{memory.dtype.name.lower()} {memory.kind} of {readable_size(memory.nbytes)} on "
+            f"{', '.join(devices)}>"
         )
 
     def _repr_html_(self) -> str:
@@ -80,24 +82,24 @@ class Session:
         on_token: Callable[[str], object] | None = None,
         **changes: Unpack[OptionValues],
     ) -> Generation:
-        """Generate text after a prompt; as `TextModel.generate`.
+        """Generate text after a prompt; see `TextModel.generate`.
 
         Args:
-            prompt: The whole of it, what was there before included.
-            options: As there.
-            on_token: As there.
-            changes: As there.
+            prompt: The whole prompt, with the part that is in the cache.
+            options: As for `TextModel.generate`, like the other arguments.
+            on_token: Called with each new piece of text.
+            changes: Single options by name.
 
         Raises:
-            Error: As there.
+            Error: As `TextModel.generate`.
         """
         options = changed(options, changes)
         tokens = self._tokens_of(prompt)
         self._engine.check_fits(tokens)
         with self._alone("generate"):
-            n_kept = self._cut(min(len(tokens) - 1, _n_equal(self.tokens, tokens)))
-            del self.tokens[n_kept:]
-            request = self._engine.request(tokens, options, self._vocabulary(), self._sequence, n_kept)
+            n_cached = self._cut(min(len(tokens) - 1, _n_equal(self.tokens, tokens)))
+            del self.tokens[n_cached:]
+            request = self._engine.request(tokens, options, self._vocabulary(), self._sequence, n_cached)
             try:
                 for _ in self._engine.run([request]):
                     if on_token is not None and (piece := request.take()):
@@ -107,13 +109,13 @@ class Session:
         return request.result
 
     def _cut(self, n: int) -> int:
-        """Keep the first `n` tokens; return how many those are that stay."""
+        """Keep the first `n` tokens; return the number of tokens that stay."""
         with self._engine.lock:
             return self._engine.memory.remove(self._sequence, n)
 
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:
-        """Context manager in which no other call may use the session."""
+        """Context manager that locks the session; another call raises."""
         with self._engine.lock:
             if self._is_busy:
                 raise GraphError(
@@ -127,7 +129,7 @@ class Session:
             self._is_busy = False
 
     def save_state(self, path: str | PathLike[str]) -> None:
-        """Write tokens, keys and values to a file, for `load_state`; on an error, an earlier file stays.
+        """Save tokens and KV cache to a file, for `load_state`; on an error, an earlier file stays.
 
         Raises:
             ModelError: The file cannot be written.
@@ -141,24 +143,24 @@ class Session:
             save_gguf(path, {"general.type": TYPE, KEY: self._fingerprint()}, tensors)
 
     def load_state(self, path: str | PathLike[str]) -> None:
-        """Read what `save_state` wrote; on an error, the session keeps what it has.
+        """Load a file of `save_state`; on an error, the session stays as it is.
 
         Raises:
             ModelError: The file is missing, damaged, or of another model.
-            AllocationError: Too little is free.
+            AllocationError: The cache has too few free cells.
         """
         with self._alone("load_state"):
             file = GgufFile(path)
             if file.metadata.text("general.type", "") != TYPE or "tokens" not in file:
-                raise ModelError(f"{path} is no state of a session; give a file that save_state wrote")
+                raise ModelError(f"{path} is no saved session; give a file that save_state wrote")
             if file.metadata.text(KEY, "") != self._fingerprint():
                 raise ModelError(
-                    f"{path} is a state of another model, or of one that was opened for contexts of another "
-                    "length; give the model that it was saved from"
+                    f"{path} is a state of another model, or of one with another context size; load it into "
+                    "the model that it was saved from"
                 )
             tokens = file.array("tokens")
             if tokens.dtype != np.int32 or tokens.ndim != 1 or (tokens.size and tokens.min() < 0):
-                raise ModelError(f"{path} is damaged: it has tokens that no sequence has")
+                raise ModelError(f"{path} is damaged: its tokens are no token ids")
             state = {name: file.blocks(name) for name in file if file[name].dtype is DType.I8}
             state["positions"] = np.arange(tokens.size, dtype=np.int32)
             memory = self._engine.memory
@@ -166,7 +168,7 @@ class Session:
                 memory.check(state)
                 if tokens.size > memory.n_cells or not memory.fits({self._sequence: tokens.size}):
                     raise AllocationError(
-                        f"load_state: {tokens.size} tokens find no room beside other sequences: end some "
+                        f"load_state: {tokens.size} tokens do not fit beside other sequences; end some "
                         "(Session.close), or open the model with a larger n_ctx"
                     )
                 self._cut(0)
@@ -182,7 +184,7 @@ class Session:
 
 
 def fingerprint(file: GgufFile) -> str:
-    """Return what tells a model's file from others: its headers, and samples of each weight."""
+    """Return a hash that identifies a model file: of its headers, and of samples of each weight."""
     found = sha256()
     for number, part in enumerate(file.parts):
         tensors = [tensor for tensor in file.values() if tensor.part == number]
@@ -195,5 +197,5 @@ def fingerprint(file: GgufFile) -> str:
 
 
 def _n_equal(a: list[int], b: list[int]) -> int:
-    """The number of tokens that two sequences begin with alike."""
+    """Return the length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

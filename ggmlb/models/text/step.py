@@ -1,4 +1,4 @@
-"""StepGraph: what the graphs of all language models have in common, with the names of their nodes."""
+"""StepGraph: the base class of language models' graphs, with the names of their nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NamedNode(NamedTuple):
     """A node that has a name.
 
     Attributes:
-        tensor: What is computed; tokens are its outermost dimension.
+        tensor: The node; tokens are its outermost dimension.
         row: The shape of its values of one token, NumPy order.
     """
 
@@ -32,16 +32,16 @@ class NamedNode(NamedTuple):
 class StepGraph:
     """Base class of the graphs of one step of a language model.
 
-    A product or norm with the weight `NAME.weight` has the name `NAME`: `blk.0.attn_q`, `output_norm`. What
-    else has a name is told in `docs/text-models.md`.
+    A product or norm with the weight `NAME.weight` has the name `NAME`: `blk.0.attn_q`, `output_norm`. The
+    other names are in `docs/text-models.md`.
 
     Args:
         config: The model's sizes.
         weights: By the names of the file.
-        changes: What is added to hidden states and products; nothing by default.
+        changes: Steering vectors and adapters; none by default.
 
     Attributes:
-        graph: What to compute.
+        graph: The graph to compute.
         named: Nodes by name, in the order in which they are computed.
         layers: The layers that are computed.
     """
@@ -65,52 +65,52 @@ class StepGraph:
         self._multipliers: dict[tuple[Adapter, int], Tensor] = {}
         self._views: dict[Tensor, tuple[Buffer, int, npt.NDArray[Any], memoryview]] = {}
 
-    # Inputs and outputs in host memory are reached by views, made once: in a step of a small model, the
-    # checks of `Tensor.set` and a copy of the logits take longer than some layers.
+    # Inputs and outputs in host memory are reached by cached views: in a step of a small model, the checks of
+    # `Tensor.set` and a copy of the logits take longer than some layers.
 
     def write(self, tensor: Tensor, values: npt.NDArray[Any] | memoryview) -> None:
         """Write all bytes of an input; an array may be of another type, and is converted."""
-        kept = self._view(tensor)
+        view = self._view(tensor)
         if isinstance(values, memoryview):
-            if kept is None:
+            if view is None:
                 tensor.set(values)
             else:
-                kept[3][:] = values
-        elif kept is None:
+                view[3][:] = values
+        elif view is None:
             tensor.set(values.astype(tensor.dtype.numpy, copy=False))
         else:
-            kept[2][:] = values.reshape(-1)
+            view[2][:] = values.reshape(-1)
 
     def write_one(self, tensor: Tensor, value: int) -> None:
         """Write the only element of an input."""
-        kept = self._view(tensor)
-        if kept is None:
+        view = self._view(tensor)
+        if view is None:
             tensor.set(np.array([value], tensor.dtype.numpy))
         else:
-            kept[2][0] = value
+            view[2][0] = value
 
     def lent(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """Return all elements of an output, flat: memory that the next computation may overwrite."""
-        kept = self._view(tensor)
-        return tensor.to_numpy().reshape(-1) if kept is None else kept[2]
+        """Return all elements of an output, flat, in memory that the next computation may overwrite."""
+        view = self._view(tensor)
+        return tensor.to_numpy().reshape(-1) if view is None else view[2]
 
     def _view(self, tensor: Tensor) -> tuple[Buffer, int, npt.NDArray[Any], memoryview] | None:
-        """Return the place of a tensor in host memory, its elements and its bytes; `None` if not there."""
+        """Return buffer, offset, elements and bytes of a tensor in host memory; `None` elsewhere."""
         buffer, offset = tensor.buffer, tensor.offset
-        kept = self._views.get(tensor)
-        if kept is None or kept[0] is not buffer or kept[1] != offset:
+        view = self._views.get(tensor)
+        if view is None or view[0] is not buffer or view[1] != offset:
             if buffer is None or not buffer.is_host:
                 return None
             array = np.asarray(tensor).reshape(-1)
-            kept = self._views[tensor] = buffer, offset, array, array.view(np.uint8).data
-        return kept
+            view = self._views[tensor] = buffer, offset, array, array.view(np.uint8).data
+        return view
 
     def set_changes(self, changes: Changes, positions: npt.NDArray[np.int32] | list[int]) -> None:
-        """Write what is added, of the layers and adapters that the graph was built for.
+        """Write steering vectors and scales of the layers and adapters that the graph was built for.
 
         Args:
-            changes: Values.
-            positions: Those of the graph's tokens in their sequences.
+            changes: Their values.
+            positions: Positions of the graph's tokens in their sequences.
         """
         if self._states is not None and changes.resumed is not None:
             self._states.set(changes.resumed[1][positions])
@@ -133,7 +133,7 @@ class StepGraph:
         return x
 
     def _begin(self, ids: Tensor) -> Tensor:
-        """The hidden states before the first layer that is computed."""
+        """Return the hidden states before the first computed layer."""
         if not self.layers.start:
             return self._embed(ids)
         self._states = self._input("states", DType.F32, self._config.n_embd, ids.ne[0])
@@ -155,7 +155,7 @@ class StepGraph:
         return self._name(name, y, *row)
 
     def _product(self, name: str, x: Tensor) -> Tensor:
-        """The product with a weight, what adapters add, and its bias where there is one."""
+        """Return the product with a weight, with adapters and the bias, if there is one."""
         y = self._ctx.mul_mat(self._weights[name + ".weight"], x)
         y = self._adapted(name + ".weight", y, self._ctx.mul_mat, x)
         bias = self._weights.get(name + ".bias")
@@ -178,13 +178,13 @@ class StepGraph:
         return self._ctx.mul(y, self._multipliers[key])
 
     def _end(self, layer: int, x: Tensor) -> Tensor:
-        """The hidden states after a layer, steered where that is asked for."""
+        """Return the hidden states after a layer, with its steering vector."""
         if layer in self._steering:
             x = self._ctx.add(x, self._steering[layer])
         return self._name(f"blk.{layer}.out", x)
 
     def _head(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised hidden states, and logits: the outputs of the graph."""
+        """Return the outputs of the graph: normalised hidden states, and logits."""
         ctx, cap = self._ctx, self._config.final_softcap
         hidden = ctx.set_output(self._norm("output_norm", x))
         logits = self._product("output", hidden)
@@ -196,13 +196,13 @@ class StepGraph:
 
 
 class LensGraph(StepGraph):
-    """The graph from any hidden states to logits, as after the last layer.
+    """The graph from hidden states to logits, as after the last layer.
 
     Args:
         config: The model's sizes.
         weights: By the names of the file.
-        n: Hidden states.
-        changes: What is added to products.
+        n: Number of hidden states.
+        changes: Steering vectors and adapters.
 
     Attributes:
         states: Input: f32 `[n_embd, n]`.

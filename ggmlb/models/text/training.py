@@ -1,4 +1,4 @@
-"""Training of adapters: the graph of whole sequences, with the factors of an adapter as parameters."""
+"""Training of LoRA adapters: the graph of whole sequences, and its trainer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class TrainingGraph(LayersGraph):
-    """The graph of whole sequences, each token of which sees those before it.
+    """The graph of whole sequences with causal attention.
 
-    Attention is made of products and a soft max, which have gradients.
+    Attention consists of products and a soft max, which have gradients.
 
     Args:
         config: The model's sizes.
         weights: By the names of the file.
-        n_ctx: Tokens of a sequence.
-        n_sequences: Sequences.
-        changes: What is added to products.
+        n_ctx: Sequence length [tokens].
+        n_sequences: Sequences per batch.
+        changes: Steering vectors and adapters.
 
     Attributes:
         ids: Input: token numbers, i32 `[n_ctx, n_sequences]`.
@@ -87,24 +87,24 @@ class TrainingGraph(LayersGraph):
 
 
 class Training(Closeable):
-    """Trains an adapter of a model, whose own weights stay as they are; made by `TextModel.training`.
+    """Trainer of an adapter, made by `TextModel.training`; the model's own weights stay as they are.
 
-    The model may be used meanwhile, as in a callback: it has the factors of the last step. A context manager,
-    which frees what training needs; the adapter stays.
+    The model can be used meanwhile, as in a callback: it has the factors of the last step. A context manager,
+    which frees the memory of training; the adapter stays.
 
     Args:
-        graph: Of a batch of sequences.
+        graph: The graph of a batch of sequences.
         backends: Streams, highest priority first.
-        adapter: What is trained; it is on.
+        adapter: The adapter to train; it is on.
         optimizer: As for `OptContext`, like `opt_period` and `seed`.
-        opt_period: Batches between steps.
-        seed: Of the orders of data.
+        opt_period: Batches per optimizer step.
+        seed: Seed of the order of the data.
 
     Attributes:
         graph: As given.
         adapter: As given.
         scheduler: Computes the graphs.
-        opt: Takes steps, measures, saves and loads checkpoints.
+        opt: The optimizer context: steps, evaluation, checkpoints.
 
     Raises:
         AllocationError: A device lacks room.
@@ -133,10 +133,10 @@ class Training(Closeable):
             self._resources = resources.pop_all()
 
     def dataset(self, tokens: Sequence[int]) -> Dataset:
-        """Return a text as sequences to train with: the tokens of each, and the tokens after each of them.
+        """Return the data set of a text: sequences of tokens, labelled by the next token of each.
 
         Raises:
-            ArgumentError: The text does not fill a batch.
+            ArgumentError: The text is shorter than a batch.
         """
         n_ctx, n_batch = self.graph.ids.ne[:2]
         n = (len(tokens) - 1) // n_ctx
@@ -156,5 +156,5 @@ class Training(Closeable):
             tensor.flags &= ~TensorFlag.PARAM
 
     def close(self) -> None:
-        """Free what training needs; has no effect if already closed."""
+        """Free the memory of training; has no effect if already closed."""
         self._resources.close()

@@ -1,0 +1,118 @@
+"""StateCache: the states of recurrent layers, in slots that belong to sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Backend, DType, Tensor
+from ggmlb.core.errors import AllocationError
+from ggmlb.models.text.config import State
+from ggmlb.models.text.kv_cache import SequenceCache
+
+N_SLOTS = 16
+"""Sequences whose states fit at once."""
+
+
+class StateCache(SequenceCache):
+    """The states of each recurrent layer after the last token of each sequence.
+
+    A sequence has a slot from its first token on, whose states are set to 0 then. An earlier state cannot be
+    restored: of a sequence, all tokens stay or none.
+
+    Args:
+        sizes: Sizes of a layer's states.
+        homes: As for `SequenceCache`.
+        n_cells: Most tokens of a sequence.
+        n_slots: Most sequences.
+
+    Attributes:
+        convolved: For each layer, the inputs that the convolution still sees,
+            f32 `[(n_conv - 1) * n_inner, n_slots + 1]`.
+        scanned: For each layer, the states of the scan, f32 `[n_state * n_inner, n_slots + 1]`.
+        spare: The number of the last slot, for padding sequences of a batch.
+
+    Raises:
+        AllocationError: A device lacks room.
+    """
+
+    kind = "recurrent states"
+
+    def __init__(self, sizes: State, homes: Sequence[Backend], n_cells: int, n_slots: int = N_SLOTS) -> None:
+        kinds = {
+            "state_conv": ((sizes.n_conv - 1) * sizes.n_inner, n_slots + 1),
+            "state_scan": (sizes.n_state * sizes.n_inner, n_slots + 1),
+        }
+        super().__init__(homes, n_cells, DType.F32, kinds)
+        self.convolved, self.scanned = self.tensors.values()
+        self.spare = n_slots
+        self._slots: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    def fits(self, needs: Mapping[int, int]) -> bool:
+        """Whether there are slots for some sequences beside the others."""
+        return len(needs.keys() | self._slots.keys()) <= self.spare
+
+    def length(self, sequence: int) -> int:
+        """The number of a sequence's tokens that are in its states."""
+        return self._lengths.get(sequence, 0)
+
+    def slot_of(self, sequence: int) -> int:
+        """Return the slot of a sequence; a new one gets a free slot, its states zero.
+
+        Raises:
+            AllocationError: All slots are in use.
+        """
+        slot = self._slots.get(sequence)
+        if slot is None:
+            slot = next((i for i in range(self.spare) if i not in self._slots.values()), None)
+            if slot is None:
+                raise AllocationError(
+                    f"a sequence needs a slot for its states, but other sequences use all {self.spare}: end "
+                    "one of them (Session.close)"
+                )
+            for tensor in self._all:
+                tensor.memset(0, slot * tensor.nb[1], tensor.nb[1])
+            self._slots[sequence] = slot
+        return slot
+
+    def advance(self, sequence: int, n: int) -> None:
+        """Count `n` more tokens of a sequence."""
+        self._lengths[sequence] = self.length(sequence) + n
+
+    def remove(self, sequence: int, start: int = 0) -> int:
+        """Remove the tokens from a position on: all, if the states include a later token; see the base."""
+        n = self.length(sequence)
+        if 0 < n <= start:
+            return n
+        self._slots.pop(sequence, None)
+        self._lengths.pop(sequence, None)
+        return 0
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+        """Return positions and states of a sequence."""
+        found: dict[str, npt.NDArray[Any]] = {"positions": np.arange(self.length(sequence), dtype=np.int32)}
+        slot = self._slots.get(sequence, self.spare)
+        for tensor in self._all:
+            found[tensor.name] = tensor.get(slot * tensor.nb[1], tensor.nb[1])
+        return found
+
+    def _saved_shape(self, tensor: Tensor, n: int) -> tuple[int, ...]:
+        return (tensor.nb[1],)
+
+    def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Give a sequence the state that `save` returned."""
+        n = state["positions"].size
+        if not n:
+            return
+        slot = self.slot_of(sequence)
+        for tensor in self._all:
+            tensor.set(state[tensor.name], slot * tensor.nb[1])
+        self._lengths[sequence] = n
