@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,25 +18,9 @@ from ggmlb.models.filling import fill, map_tensors, slices, values_of
 from ggmlb.runtime.alloc import alloc_ctx_tensors, override_for
 
 if TYPE_CHECKING:
+    from ggmlb.models.gguf import GgufFile
     from ggmlb.models.mapped_file import Extent
-
-
-class WeightFile(Protocol):
-    """Protocol of a model's file, implemented by `TensorFile` and `GgufFile`."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-
-    def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
-        """Return the place of a tensor, which must have this shape (NumPy order), in the mapped file.
-
-        Raises:
-            ModelError: There is no such tensor, or it has another shape, or a type that no weight has.
-        """
-
-    def check_unchanged(self) -> None:
-        """Raise a ModelError if the file was truncated, extended or overwritten since it was opened."""
+    from ggmlb.models.tensor_file import TensorFile
 
 
 class Source(NamedTuple):
@@ -60,7 +43,7 @@ class Weights:
     """The weights of a model in the memory of one or more devices; freed by `free`.
 
     Args:
-        file: The model's file, as a `TensorFile` or `GgufFile`.
+        file: The model's file.
         matrix_type: Type in which matrices are stored; that of the file if `None`, blocks as they are.
         overrides: Buffer types of single weights by regular expression; the first match counts.
 
@@ -70,7 +53,7 @@ class Weights:
 
     def __init__(
         self,
-        file: WeightFile,
+        file: GgufFile | TensorFile,
         matrix_type: DType | None = None,
         overrides: Mapping[str, BufferType | None] | None = None,
     ) -> None:

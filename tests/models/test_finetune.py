@@ -62,7 +62,7 @@ def test_training_measures_the_logits_and_makes_them_likelier(
                     again = model.finetune(loaded, TEXT, AdamW(0.001), **SIZES)
                     assert again[0].train.loss < last.train.loss
                 else:
-                    with pytest.raises(ArgumentError, match="was loaded to be read; load it as trainable"):
+                    with pytest.raises(ArgumentError, match="is not trainable; load it with trainable=True"):
                         model.training(loaded)
     metadata = open_gguf(file).metadata
     assert metadata.text("adapter.type") == "lora" and metadata.real("adapter.lora.alpha", 0.0) == 6

@@ -127,7 +127,9 @@ class ValuePosition(NamedTuple):
 class Metadata(Mapping[str, Value]):
     """The values of a GGUF file by key.
 
-    `integer`, `real`, `flag`, `text`, `texts` and `numbers` check the type of what they return.
+    `integer`, `real`, `flag` and `text` return a single value, or the default if the key is missing; `texts`
+    and `numbers` return arrays. A ModelError is raised for a missing key without a default, a value of
+    another type or out of range, and a string that is not UTF-8.
     """
 
     def __init__(self, file: MappedFile, slots: Mapping[str, ValuePosition]) -> None:
@@ -196,11 +198,7 @@ class Metadata(Mapping[str, Value]):
     # -- values of a certain type --------------------------------------------------------------
 
     def integer(self, key: str, default: int | None = None, least: int = 0, most: int = (1 << 31) - 1) -> int:
-        """Return a whole number, or the default where the key is missing.
-
-        Raises:
-            ModelError: The key is missing without a default, is no whole number, or out of range.
-        """
+        """Return a whole number."""
         found = self._typed(key, default, int)
         if not least <= found <= most:
             raise self.error(key, f"it is {found}; it must be {least} to {most}")
@@ -209,38 +207,22 @@ class Metadata(Mapping[str, Value]):
     def real(
         self, key: str, default: float | None = None, least: float = -math.inf, most: float = math.inf
     ) -> float:
-        """Return a finite number, or the default where the key is missing.
-
-        Raises:
-            ModelError: The key is missing without a default, is no number, or out of range.
-        """
+        """Return a finite number."""
         found = self._typed(key, default, float)
         if not (math.isfinite(found) and least <= found <= most):
             raise self.error(key, f"it is {found}; it must be {least} to {most}")
         return found
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """Return a truth value, or the default where the key is missing.
-
-        Raises:
-            ModelError: The key is missing without a default, or is no truth value.
-        """
+        """Return a truth value."""
         return self._typed(key, default, bool)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string, or the default where the key is missing.
-
-        Raises:
-            ModelError: The key is missing without a default, or is no string in UTF-8.
-        """
+        """Return a string."""
         return self._typed(key, default, str)
 
     def texts(self, key: str) -> list[str]:
-        """Return an array of strings.
-
-        Raises:
-            ModelError: The key is missing, is no array of strings, or a string is not UTF-8.
-        """
+        """Return an array of strings."""
         slot = self.slot(key)
         if slot.kind is not GgufType.STRING or slot.length is None:
             raise self.error(key, f"it is {slot}; it must be an array of strings")
@@ -249,11 +231,7 @@ class Metadata(Mapping[str, Value]):
         return self._texts[key]
 
     def numbers(self, key: str) -> npt.NDArray[Any]:
-        """Return an array of numbers, read-only.
-
-        Raises:
-            ModelError: The key is missing, or is no array of numbers.
-        """
+        """Return an array of numbers, read-only."""
         found = self[key]
         if not isinstance(found, np.ndarray):
             raise self.error(key, f"it is {self.slot(key)}; it must be an array of numbers")

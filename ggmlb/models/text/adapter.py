@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,31 +54,6 @@ class Placed(NamedTuple):
     factors: dict[str, Factors]
     spaces: Sequence[Space]
     free: Callable[[], None]
-
-
-class FactorSource(Protocol):
-    """Protocol of the source of an adapter's factors: `AdapterFile` or `NewFactors`."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-
-    @property
-    def alpha(self) -> float:
-        """LoRA alpha: products are multiplied by `alpha / rank`; 0: by 1."""
-
-    @property
-    def trainable(self) -> bool:
-        """Whether training may change the factors."""
-
-    def place(self, architecture: str, weights: Homes) -> Placed:
-        """Place the factors beside the weights.
-
-        Raises:
-            ModelError: The factors do not fit the model.
-            ArgumentError: No weight matches.
-            AllocationError: A device lacks room.
-        """
 
 
 @named("an adapter, as new_adapter() or load_adapter(path) makes one")
@@ -199,7 +174,12 @@ class NewFactors:
         return f"new, rank {self.rank}"
 
     def place(self, architecture: str, weights: Homes) -> Placed:
-        """Place new factors beside the weights; see `FactorSource`."""
+        """Place new factors beside the weights.
+
+        Raises:
+            ArgumentError: No weight matches, or the rank is too large.
+            AllocationError: A device lacks room.
+        """
         try:
             targets = re.compile(self.targets)
         except re.error as error:
@@ -291,7 +271,12 @@ class AdapterFile:
         return self.path.name
 
     def place(self, architecture: str, weights: Homes) -> Placed:
-        """Place the file's factors beside the weights; see `FactorSource`."""
+        """Place the file's factors beside the weights.
+
+        Raises:
+            ModelError: The factors do not fit the model.
+            AllocationError: A device lacks room.
+        """
         self._check_kind(architecture)
         names = self._paired(weights)
         memory = Weights(self._file)
@@ -383,3 +368,7 @@ class AdapterFile:
             f"{self.path}: tensor {shown(tensor)!r} of the adapter does not fit: {found}; give an adapter of "
             "this model"
         )
+
+
+FactorSource = AdapterFile | NewFactors
+"""The source of an adapter's factors."""
