@@ -33,8 +33,7 @@ def fit(
     """Train a graph's parameters with a data set, which is shuffled before each epoch (ggml_opt_fit).
 
     Args:
-        scheduler: As for `OptContext`; so are `inputs`, `outputs`, `loss_type`, `optimizer`, `class_labels`,
-            `n_batch` and `seed`.
+        scheduler: As for `OptContext`, like the arguments that are not listed below.
         inputs: Leafs for a batch of data.
         outputs: The operand of the loss, such as logits.
         dataset: Data and labels.

@@ -69,7 +69,9 @@ def test_quantisations_are_compared(models: Callable[..., Path], kind: str) -> N
 def test_models_that_cannot_be_compared(models: Callable[..., Path], tmp_path: Path) -> None:
     other = write_text_model(tmp_path / "m.gguf", "llama", n_layer=2)
     with TextModel(models(), ["CPU"], n_ctx=32) as a, TextModel(other, ["CPU"], n_ctx=32) as b:
-        with pytest.raises(ArgumentError, match=r"differ in more than their weights: llama of 3 layers.* and llama of 2"):
+        with pytest.raises(
+            ArgumentError, match=r"differ in more than their weights: llama of 3 layers.* and llama of 2"
+        ):
             a.compare(b, TEXT)
         with pytest.raises(ArgumentError, match="differ in more than"):
             a.differences(b, PROMPT)

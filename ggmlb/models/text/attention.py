@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 class AttentionGraph:
     """The graph from rotated queries and cached keys to attention weights, of some layers.
 
-    Args:
-        config: The model's sizes.
-        memory: The KV cache, with the keys of these tokens.
-        layers: The layers.
-        n_tokens: Queries of each head.
-        n_kv: Number of cells, from the first.
-
     Attributes:
         graph: The graph to compute.
         weights: Output: for each layer f32 `[n_kv, n_tokens, n_head]`; they sum to 1 over `n_kv`.

@@ -186,17 +186,7 @@ def token_difference(
     text_of: Callable[[int], str],
     n_layer: int,
 ) -> TokenDifference:
-    """Return the cause of the first token that differs.
-
-    Args:
-        reference: The reference.
-        other: The other.
-        tokens: The prompt, and the equal tokens that both have generated.
-        chosen: The tokens that differ, the reference's first.
-        place: Number of generated tokens.
-        text_of: Returns the text of a token.
-        n_layer: Number of layers.
-    """
+    """Return the cause of the tokens `chosen`, after the equal `tokens` of prompt and generations."""
     names = [f"blk.{i}.out" for i in range(n_layer)]
     states = traced(reference, tokens, names)
 

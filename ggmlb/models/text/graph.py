@@ -27,13 +27,6 @@ MIN_EXPERT_SUM = 2.0**-14
 class LayersGraph(StepGraph):
     """Base class of graphs from tokens to logits through layers of attention and feed-forward parts.
 
-    Args:
-        config: The model's sizes.
-        weights: By the names of the file.
-        n_tokens: Tokens of a step.
-        is_long: Whether sequences may be longer than the original context size of the training.
-        changes: Steering vectors and adapters.
-
     Attributes:
         chosen: Input: indices of tokens with outputs, i32; `None`: all tokens.
     """
@@ -191,15 +184,7 @@ class TextGraph(LayersGraph):
 
     Positions, cells and masks are inputs: one graph serves every step of its sizes.
 
-    Args:
-        config: The model's sizes.
-        weights: By the names of the file.
-        memory: The KV cache.
-        n_tokens: Tokens of a step, padding included.
-        n_out: Tokens that have outputs.
-        n_kv: Number of cells, from the first.
-        cache: The cache of experts, if there is one.
-        changes: Steering vectors and adapters.
+    `n_tokens` includes padding; `n_out` tokens have outputs.
 
     Attributes:
         ids: Input: token numbers, i32 `[n_tokens]`.

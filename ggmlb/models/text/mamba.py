@@ -22,14 +22,7 @@ class MambaGraph(StepGraph):
 
     The slots of the sequences are inputs: one graph serves every step of its sizes.
 
-    Args:
-        config: The model's sizes.
-        weights: By the names of the file.
-        memory: The states of each layer.
-        n_tokens: Tokens of each sequence, without padding, because each token changes the states.
-        n_sequences: Sequences, padding included.
-        n_out: Tokens that have outputs, of all sequences.
-        changes: Steering vectors and adapters.
+    There are no padding tokens, because each token changes the states; sequences may be padded.
 
     Attributes:
         ids: Input: token numbers, one sequence after the other, i32 `[n_tokens * n_sequences]`.

@@ -472,23 +472,22 @@ class TextModel(ModelOnDevices):
         Example: `model.finetune(model.new_adapter(), text, optimize.AdamW(1e-3), n_epochs=3)`
 
         Args:
-            adapter: An adapter of this model, new or loaded as `trainable`; it must be on.
+            adapter: As for `training`, like `optimizer`, `n_ctx`, `n_batch`, `opt_period` and `seed`.
             text: As for `generate`; it is cut into sequences of `n_ctx` tokens.
             optimizer: Hyperparameters, or a function that returns those of each step.
             n_epochs: Number of passes over the text, each in a new order.
             n_ctx: Sequence length [tokens].
             n_batch: Sequences per batch.
-            opt_period: Batches per optimizer step, whose gradients are accumulated.
+            opt_period: Batches per optimizer step.
             val_split: Fraction of the text, its end, that is for validation and does not train.
             callback: Called after each batch; `False` ends the training.
             seed: Seed of the order of the data.
 
         Returns:
-            What each epoch measured.
+            Results of each epoch.
 
         Raises:
-            ArgumentError: The text is too short, the adapter is off, or a number is out of range.
-            Error: As `training`.
+            ArgumentError: The text is too short; or as `training`.
         """
         with self.training(
             adapter, optimizer, n_ctx=n_ctx, n_batch=n_batch, opt_period=opt_period, seed=seed

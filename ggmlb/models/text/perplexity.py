@@ -36,19 +36,7 @@ def perplexity(
     max_chunks: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Return the perplexity of the second half of each chunk of a text, given its beginning.
-
-    Args:
-        engine: Computes logits.
-        tokens: Tokens of the whole text.
-        n_ctx: Chunk size [tokens].
-        first: Token that replaces the first one of each chunk; `None`: none does.
-        max_chunks: Maximum number of chunks.
-        progress: Called after each chunk with the number done and the total.
-
-    Raises:
-        ArgumentError: The text is shorter than a chunk, or a number is out of range.
-    """
+    """Return the perplexity of a text, whose chunks begin with `first`; see `TextModel.perplexity`."""
     if n_ctx < 3 or (max_chunks is not None and max_chunks < 1):
         raise ArgumentError(
             f"perplexity: n_ctx is {n_ctx}, max_chunks {max_chunks}; give 3 or more tokens per chunk, and 1 "

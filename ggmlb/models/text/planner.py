@@ -171,7 +171,7 @@ class Planner:
     @property
     def is_open(self) -> bool:
         """Whether the planner chooses the devices of layers: none are requested, and there is a choice."""
-        is_requested = isinstance(self.requested.layers, (int, Mapping))
+        is_requested = self.requested.layers is not None and not isinstance(self.requested.layers, str)
         return not is_requested and bool(self.requested.limits or set(self.free) - {HOST})
 
     # -- plans ---------------------------------------------------------------------------------
@@ -546,11 +546,13 @@ def _by_device(
     layers: int | str | Mapping[str, Layers] | None, n_layer: int, names: Sequence[str]
 ) -> Mapping[str, Layers] | None:
     """Return the requested layers of each device; `None` where the planner chooses."""
-    if not isinstance(layers, int):
-        return layers if isinstance(layers, Mapping) else None
+    if layers is None or isinstance(layers, str):
+        return None
+    if isinstance(layers, Mapping):
+        return layers
     if layers < 0:
         raise ArgumentError(f"layers is {layers}; give 0 or more of the last layers, or layers by device")
     if len(names) == 1:
         return None
-    first = max(0, n_layer - layers)
+    first = max(0, n_layer - int(layers))
     return {names[0]: range(first, n_layer), names[1]: range(first)}

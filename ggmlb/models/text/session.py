@@ -82,17 +82,7 @@ class Session:
         on_token: Callable[[str], object] | None = None,
         **changes: Unpack[OptionValues],
     ) -> Generation:
-        """Generate text after a prompt; see `TextModel.generate`.
-
-        Args:
-            prompt: The whole prompt, with the part that is in the cache.
-            options: As for `TextModel.generate`, like the other arguments.
-            on_token: Called with each new piece of text.
-            changes: Single options by name.
-
-        Raises:
-            Error: As `TextModel.generate`.
-        """
+        """Generate text after a whole prompt, the cached part included; see `TextModel.generate`."""
         options = changed(options, changes)
         tokens = self._tokens_of(prompt)
         self._engine.check_fits(tokens)

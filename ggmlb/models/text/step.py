@@ -198,12 +198,6 @@ class StepGraph:
 class LensGraph(StepGraph):
     """The graph from hidden states to logits, as after the last layer.
 
-    Args:
-        config: The model's sizes.
-        weights: By the names of the file.
-        n: Number of hidden states.
-        changes: Steering vectors and adapters.
-
     Attributes:
         states: Input: f32 `[n_embd, n]`.
         logits: Output: f32 `[n_vocab, n]`.

@@ -27,13 +27,6 @@ class TrainingGraph(LayersGraph):
 
     Attention consists of products and a soft max, which have gradients.
 
-    Args:
-        config: The model's sizes.
-        weights: By the names of the file.
-        n_ctx: Sequence length [tokens].
-        n_sequences: Sequences per batch.
-        changes: Steering vectors and adapters.
-
     Attributes:
         ids: Input: token numbers, i32 `[n_ctx, n_sequences]`.
         logits: f32 `[n_vocab, n_ctx * n_sequences]`.
@@ -92,17 +85,9 @@ class Training(Closeable):
     The model can be used meanwhile, as in a callback: it has the factors of the last step. A context manager,
     which frees the memory of training; the adapter stays.
 
-    Args:
-        graph: The graph of a batch of sequences.
-        backends: Streams, highest priority first.
-        adapter: The adapter to train; it is on.
-        optimizer: As for `OptContext`, like `opt_period` and `seed`.
-        opt_period: Batches per optimizer step.
-        seed: Seed of the order of the data.
-
     Attributes:
-        graph: As given.
-        adapter: As given.
+        graph: The graph of a batch of sequences.
+        adapter: The adapter.
         scheduler: Computes the graphs.
         opt: The optimizer context: steps, evaluation, checkpoints.
 
