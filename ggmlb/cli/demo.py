@@ -22,14 +22,12 @@ MAX_TOKENS = 24
 
 
 def demo(
-    what: Annotated[
-        str, typer.Argument(metavar="[chat|search]", help="Demo: chat with a model, or semantic search.")
-    ] = "chat",
+    what: Annotated[str, typer.Argument(help="Demo: chat, or search (semantic search).")] = "chat",
     devices: DevicesOption = None,
     layers_on: LayersOption = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", "-m", metavar="FILE", help="GGUF file; for search, a model folder."),
+        typer.Option("--model", "-m", help="GGUF file; for search, a model folder."),
     ] = None,
 ) -> None:
     """Answer a question with a language model, then again with its layers split over two devices.
@@ -71,13 +69,13 @@ def _chat(
     n_equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     is_whole = n_equal == len(first.tokens) == len(second.tokens)
     told = "[green]The answers agree.[/]" if is_whole else f"The first {n_equal} tokens agree."
-    out.print(f"\n{told} Devices round differently, so texts may part where two tokens are nearly as likely.")
+    out.print(f"\n{told} Devices round differently, so texts may differ where two tokens are nearly as likely.")
 
 
 def _answer(
     out: Console, path: Path, names: list[str] | None, requests: dict[str, list[str]] | None
 ) -> Generation:
-    """Answer the question on these devices, and print placement and speed."""
+    """Answer the question on these devices, and print the device of each layer and the speed."""
     from ggmlb.cli.search import print_devices
     from ggmlb.models import Placement, TextModel
 
@@ -101,7 +99,7 @@ def _answer(
 
 
 def _split(path: Path) -> tuple[list[str], dict[str, list[str]]] | None:
-    """Return a device with its own memory and one in host memory, with half of the layers each."""
+    """Return a device with memory of its own and one in host memory, with half of the layers each."""
     import ggmlb
 
     known = [d for d in ggmlb.devices() if d.is_automatic]

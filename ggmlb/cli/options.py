@@ -105,8 +105,8 @@ DevicesOption = Annotated[
         autocompletion=complete_devices,
         metavar="NAME,NAME,...",
         envvar="GGMLB_DEVICES",
-        help="Devices, comma-separated, highest priority first; ops unsupported by the others run on "
-        "the last (default: the best device and the CPU).",
+        help="Devices, highest priority first; the last one runs the ops that no other supports "
+        "(default: the best device and the CPU).",
     ),
 ]
 LayersOption = Annotated[
@@ -114,8 +114,8 @@ LayersOption = Annotated[
     typer.Option(
         "--layers-on",
         metavar="NAME=RANGE",
-        help="Layers to place on a device, as OpenCL0=0-2 or CPU=3,5; also 'all', 'embeddings' and 'output' "
-        "(repeatable).",
+        help="Layers of a device, as OpenCL0=0-2 or CPU=3,5; also 'all', 'embeddings' and 'output'; "
+        "repeatable.",
     ),
 ]
 ModelOption = Annotated[

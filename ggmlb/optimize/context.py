@@ -415,8 +415,8 @@ class OptContext(Unique, Closeable):
                 self.set_batch(*dataset.get_batch(batch, self.n_batch))
                 self.eval(result)
                 if callback is not None:
-                    told = Progress(is_training, self, dataset, result, n_done, len(batches), start)
-                    if callback(told) is False:
+                    progress = Progress(is_training, self, dataset, result, n_done, len(batches), start)
+                    if callback(progress) is False:
                         return False
         return True
 

@@ -382,7 +382,7 @@ def test_perplexity(
     find: Callable[[Path], Path],
     place: str,
 ) -> None:
-    """As llama.cpp's on the same chunks: the mean of what it foretells of their forced second halves."""
+    """As llama.cpp's on the same chunks: the mean over the predicted second halves."""
     path, text, n_ctx = find(folder), " ".join(TEXTS), 32
     theirs, n_tokens = peers_loss(path, text, n_ctx)
     exact, found = (our_perplexity(path, text, n_ctx, p) for p in ("CPU", place))

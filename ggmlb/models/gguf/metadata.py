@@ -168,8 +168,8 @@ class Metadata(Mapping[str, Value]):
         try:
             return self._slots[key]
         except KeyError:
-            told = f"{self._file.path} has no metadata key {quoted(str(key))}"
-            raise MissingError(told + nearest(str(key), self._slots)) from None
+            message = f"{self._file.path} has no metadata key {quoted(str(key))}"
+            raise MissingError(message + nearest(str(key), self._slots)) from None
 
     def first(self, key: str, n: int) -> bool | int | float | str | list[Any]:
         """Return a single value, or at most `n` elements of an array; the others are not decoded.

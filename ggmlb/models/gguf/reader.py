@@ -162,8 +162,8 @@ class GgufFile(Mapping[str, GgufTensor]):
         try:
             return self._tensors[name]
         except KeyError:
-            told = f"{self.path} has no tensor {quoted(str(name))} among its {len(self)}"
-            raise MissingError(told + nearest(str(name), self._tensors)) from None
+            message = f"{self.path} has no tensor {quoted(str(name))} among its {len(self)}"
+            raise MissingError(message + nearest(str(name), self._tensors)) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
