@@ -1,12 +1,10 @@
-"""Random graphs for the graph allocator, and a small interpreter that shows when memory is shared wrongly."""
+"""Random graphs for the graph allocator, and a check of their lifetimes and places."""
 
 from __future__ import annotations
 
 from math import inf
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from hypothesis import strategies as st
 
 from ggmlb.core.context import Context
@@ -16,7 +14,6 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor, contiguous_nb
 from ggmlb.interface import BufferType
 from ggmlb.runtime.alloc import TensorAllocator
-from ggmlb.testing.memory import TestMemory
 
 SHAPES = [(4, 4), (2, 4), (4, 2), (8, 4), (0, 4), (1, 1)]
 KINDS = [
@@ -31,7 +28,7 @@ CAN_SHARE = {Op.ADD: 2, Op.SUB: 2, Op.MUL: 2, Op.SCALE: 1, Op.SQR: 1, Op.UNARY: 
 
 
 class Program:
-    """A random graph, with what the interpreter needs to run it.
+    """A random graph, with the memory of its tensors.
 
     Attributes:
         graph: All tensors are listed, in the order in which they were made.
@@ -215,9 +212,8 @@ def _lies_on_operand(node: Tensor, operand: Tensor) -> bool:
 # -- what it computes ------------------------------------------------------------------------------
 
 
-def place_without_reuse(program: Program, kind: BufferType | None = None) -> None:
+def place_without_reuse(program: Program, kind: BufferType) -> None:
     """Place every tensor in bytes of its own."""
-    kind = kind or TestMemory()
     roots = [t for t in program.graph if t.view_src is None and t.buffer is None]
     buffer = kind.alloc_buffer(sum(t.nbytes + kind.alignment for t in roots))
     allocator = TensorAllocator(buffer)
@@ -227,27 +223,6 @@ def place_without_reuse(program: Program, kind: BufferType | None = None) -> Non
         if t.view_src is not None:
             t.buffer = t.view_src.buffer
             t.offset = t.view_src.offset + t.view_offs
-
-
-def run(program: Program) -> tuple[list[bytes], list[bytes]]:
-    """Set all leafs, compute the graph, and return each node's bytes when computed, and the results after.
-
-    A node is poisoned before its operands are read, unless it lies exactly on one that may lend its place.
-    """
-    graph = program.graph
-    set_leafs(program)
-    computed = []
-    for node in graph.nodes:
-        if node in program.copies:
-            _array(node)[...] = np.nan
-            _array(node)[...] = _array(program.copies[node])
-        elif node.op not in (Op.NONE, Op.VIEW, Op.RESHAPE, Op.TRANSPOSE):
-            writes_operand = node.view_src is not None
-            if not writes_operand and not any(_lies_on_operand(node, s) for s in node.src if s is not None):
-                _array(node)[...] = np.nan
-            _compute(node)
-        computed.append(_array(node).tobytes())
-    return computed, [_array(t).tobytes() for t in results(graph)]
 
 
 def set_leafs(program: Program) -> None:
@@ -266,42 +241,3 @@ def results(graph: Graph) -> list[Tensor]:
     """The tensors whose data is there when the graph was computed."""
     life = lifetimes(graph)
     return [t for t in graph if life[_root(t)][1] == inf]
-
-
-def _array(t: Tensor) -> npt.NDArray[Any]:
-    assert t.buffer is not None
-    return np.ndarray(t.ne[::-1], np.float32, t.buffer.base.data, t.offset, t.nb[::-1])
-
-
-def _compute(node: Tensor) -> None:
-    y = _array(node)
-    x = [_array(s) for s in node.src if s is not None]
-    match node.op:
-        case Op.ADD:
-            np.add(x[0], x[1], out=y)
-        case Op.SUB:
-            np.subtract(x[0], x[1], out=y)
-        case Op.MUL:
-            np.multiply(x[0], x[1], out=y)
-        case Op.SCALE:
-            np.multiply(x[0], np.float32(0.5), out=y)
-        case Op.SQR:
-            np.multiply(x[0], x[0], out=y)
-        case Op.UNARY:
-            np.negative(x[0], out=y)
-        case Op.SOFT_MAX:
-            # Row by row, the mask read last: a result on the mask would show.
-            np.multiply(x[0], np.float32(0.5), out=y)
-            if len(x) > 1:
-                np.add(y, x[1], out=y)
-            np.tanh(y, out=y)
-        case Op.MUL_MAT:
-            y[...] = np.tanh(x[1] @ x[0].swapaxes(-1, -2))
-        case Op.CONCAT:
-            y[...] = np.concatenate(x, axis=-2)
-        case Op.CONT | Op.CPY:
-            y[...] = x[0].copy().reshape(y.shape)
-        case Op.SUM_ROWS:
-            y[...] = np.tanh(x[0].sum(-1, keepdims=True))
-        case _:
-            raise AssertionError(node.op)

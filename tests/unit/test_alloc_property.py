@@ -1,4 +1,4 @@
-"""Random graphs: what lives at the same time shares no byte, and results are those without reuse."""
+"""Random graphs: tensors alive at the same time share no byte, and results are those without reuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tests.support.alloc_programs import (
     place_without_reuse,
     programs,
     results,
-    run,
     set_leafs,
 )
 
@@ -47,16 +46,8 @@ def place_weights(program: Program) -> None:
         allocator.alloc(t)
 
 
-def unplace(program: Program) -> None:
-    for t in program.graph:
-        t.buffer = None
-
-
 @given(program=programs(N_BUFTS), kinds=memories())
 def test_nothing_alive_is_overwritten(program: Program, kinds: list[TestMemory]) -> None:
-    place_without_reuse(program)
-    expected = run(program)
-    unplace(program)
     place_weights(program)
     with GraphAllocator(kinds) as allocator:
         sizes = allocator.reserve_n_size(program.graph, program.node_ids, program.leaf_ids)
@@ -64,13 +55,10 @@ def test_nothing_alive_is_overwritten(program: Program, kinds: list[TestMemory])
         allocator.alloc_graph_n(program.graph, program.node_ids, program.leaf_ids)
         assert sizes == [allocator.get_buffer_size(i) for i in range(N_BUFTS)]
         check_places(program)
-        assert run(program) == expected
-
         where = [(t.buffer, t.offset) for t in program.graph]
         n_calls = [kind.n_calls for kind in kinds]
         allocator.alloc_graph(program.graph)
         assert where == [(t.buffer, t.offset) for t in program.graph]
-        assert run(program) == expected
         assert n_calls == [kind.n_calls for kind in kinds]
         assert allocator.n_plans == 2  # to measure, and to allocate
     assert not any(kind.n_buffers for kind in kinds)
@@ -79,18 +67,12 @@ def test_nothing_alive_is_overwritten(program: Program, kinds: list[TestMemory])
 @given(several=st.lists(programs(1, max_nodes=8), min_size=2, max_size=5), kinds=memories())
 def test_one_allocator_serves_graph_after_graph(several: list[Program], kinds: list[TestMemory]) -> None:
     """Each finds memory that earlier graphs used and plans that they left, and none disturbs another."""
-    expected = []
     for program in several:
-        place_without_reuse(program)
-        expected.append(run(program))
-        unplace(program)
         place_weights(program)
     with GraphAllocator(kinds[0]) as allocator:
-        for _ in range(2):
-            for program, values in zip(several, expected, strict=True):
-                allocator.alloc_graph(program.graph)
-                check_places(program)
-                assert run(program) == values
+        for program in several * 2:
+            allocator.alloc_graph(program.graph)
+            check_places(program)
         size = allocator.get_buffer_size()
     assert size <= max_size_of_all(several, kinds[0])
 
@@ -112,7 +94,6 @@ def test_inputs_survive_on_request(program: Program, kinds: list[TestMemory]) ->
     with GraphAllocator(kinds[0], keep_inputs=True) as allocator:
         allocator.alloc_graph(program.graph)
         check_places(program)
-        run(program)
         others = [t for t in program.graph if t.view_src is None]
         assert not any(overlap(x, t) for x in inputs for t in others if t is not x)
 
@@ -129,7 +110,8 @@ def test_the_cpu_computes_the_same_with_reuse_as_without(program: Program) -> No
 
         place_without_reuse(program, cpu.default_buffer_type)
         expected = compute()
-        unplace(program)
+        for t in program.graph:
+            t.buffer = None
         place_weights(program)
         with GraphAllocator(cpu.default_buffer_type) as allocator:
             allocator.alloc_graph(graph)
