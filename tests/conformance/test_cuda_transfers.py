@@ -178,31 +178,6 @@ class BorrowedMemory:
         return 2, 0
 
 
-def test_memory_of_another_library_is_used_as_it_lies(device: CudaDevice, stream: CudaBackend) -> None:
-    ctx = Context()
-    lender = ctx.new_tensor(DType.F32, (10, 3))
-    with alloc_ctx_tensors(ctx, stream):
-        data = np.arange(30, dtype=np.float32).reshape(3, 10)
-        lender.set(data)
-        shared = device.adopt(BorrowedMemory(lender.buffer.address))
-        assert shared is not None
-        buffer, offset = shared
-        tensor = Tensor(DType.F32, (4, 3, 1, 1), (4, 40, 120, 120))
-        tensor.buffer, tensor.offset = buffer, offset
-        assert offset % 256 == 8, "buffers begin where kernels expect it"
-        assert np.array_equal(tensor.to_numpy(), data[:, 2:6])
-        y = ctx.sqr(tensor)
-        with stream.alloc_buffer(4096) as room:
-            tensor_alloc(room, y, 0)
-            stream.graph_compute(Graph().build_forward_expand(y))
-            assert np.array_equal(y.to_numpy(), data[:, 2:6] ** 2)
-        before = device.memory[0]
-        buffer.free()
-        assert device.memory[0] == before, "it is the lender's"
-        assert np.array_equal(lender.to_numpy(), data)
-    assert device.adopt(np.zeros(4)) is None
-
-
 def test_where_memory_cannot_be_pinned_other_memory_is_given(
     device: CudaDevice, stream: CudaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,18 +312,6 @@ def test_arrays_within_locked_memory_share_its_lock(
     assert not locked.add(memory[:50]), "what is locked for reading is not written"
     locked.remove(frozen.ctypes.data)
     assert not locked.pages
-
-
-def test_what_fills_memory_of_another_library_is_waited_for(device: CudaDevice, stream: CudaBackend) -> None:
-    lender = leaf(stream)
-    lender.memset(0)
-    event = device.event_new()
-    hold_up(stream)
-    stream.set_tensor_async(lender, np.ones(1000, np.float32))
-    stream.event_record(event)
-    assert lender.buffer is not None
-    assert device.adopt(BorrowedMemory(lender.buffer.address, stream.stream.handle)) is not None
-    assert is_reached(device, event.handle)
 
 
 @pytest.mark.parametrize("use", ["none", "plan", "transfer"])

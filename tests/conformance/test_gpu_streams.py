@@ -19,21 +19,6 @@ def test_a_synchronous_read_waits_for_queued_work(stream: Backend) -> None:
         assert np.array_equal(y.to_numpy(), np.full(1 << 16, 2 * i))
 
 
-def test_a_plan_is_made_once_and_again_where_tensors_moved(stream: Backend) -> None:
-    a, y, graph = scaled(stream)
-    a.set(ONES)
-    stream.graph_compute(graph)
-    plan = stream._plans[graph]
-    stream.graph_compute(graph)
-    assert stream._plans[graph] is plan
-    y.params["scale"] = 5.0
-    moved, _, _ = scaled(stream)  # a placement: plans look again
-    stream.graph_compute(graph)
-    assert stream._plans[graph] is not plan
-    assert y.to_numpy()[0] == 5
-    assert moved.buffer is not None
-
-
 def test_a_plan_keeps_dropped_buffers_alive(stream: Backend) -> None:
     _, _, graph = scaled(stream)
     plan = stream.graph_plan_create(graph)

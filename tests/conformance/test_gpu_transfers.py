@@ -71,24 +71,6 @@ def test_host_memory_of_a_transfer_is_kept_until_it_is_done(
     assert np.array_equal(out, full(5))
 
 
-@pytest.mark.parametrize("waited", [0, 1])
-def test_copies_between_streams_are_ordered_on_both_sides(
-    stream: Backend, other: Backend, waited: int
-) -> None:
-    src, dst = leaf(stream), leaf(other)
-    dst.set(full(0))
-    result = full(0)
-    with held(stream):
-        stream.set_tensor_async(src, full(1))
-        tensor_copy_async(stream, other, src, dst)
-        other.get_tensor_async(dst, result)  # later on the destination: must see the copy
-        stream.set_tensor_async(src, full(2))  # later on the source: must not be copied
-    for backend in ((stream, other), (other, stream))[waited]:
-        backend.synchronize()
-    assert np.array_equal(result, full(1))
-    assert src.to_numpy()[0] == 2
-
-
 def test_a_copy_between_others_memory_is_declined(stream: Backend, other: Backend) -> None:
     src = leaf(stream)
     with device_by_name("CPU").init_backend() as cpu:

@@ -187,13 +187,6 @@ def test_a_run_that_is_stopped_has_reported(
     assert told == ("" if sent == signal.SIGKILL else f"ggmlb: {message}\n")
 
 
-def test_a_pipe_gets_the_report_too() -> None:
-    done = run("test", "-d", "CPU", "-o", "abs", "--limit", "2", "--format", "junit")
-    (suite,) = ElementTree.fromstring(done.stdout)
-    assert suite.attrib["tests"] == "2"
-    assert done.stderr == ""
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("format", ["junit", "json", "csv"])
 def test_a_disk_that_is_full_is_told(format: str, capsys: pytest.CaptureFixture[str]) -> None:

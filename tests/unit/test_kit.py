@@ -22,15 +22,13 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 from ggmlb.interface.registry import device_by_name, load, unload
-from ggmlb.parallel.meta import SplitAxis
 from ggmlb.testing.about import About, facts_of
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.claims import claims_not_run
-from ggmlb.testing.devices import UnknownDeviceError, device_named, sharded_by_chance
+from ggmlb.testing.devices import UnknownDeviceError, device_named
 from ggmlb.testing.forecast import about_minutes, forecast_s
 from ggmlb.testing.formats import JunitReport, as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
-from ggmlb.testing.limits import limit
 from ggmlb.testing.names import device_names
 from ggmlb.testing.page import page
 from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, CaseResult, Outcome, exit_status
@@ -68,14 +66,6 @@ def test_a_family_begins_with_its_plainest_case(family):
     assert not short_types(first) or all(short_types(case) for case in others), first.id
 
 
-def test_each_alternative_is_tried_on_an_otherwise_plain_case():
-    ids = {case.id.partition("(")[0] for case in cases_of("scale") if is_plain(case)}
-    assert ids == {"scale", "scale_inplace", "scale_bias", "scale_bias_inplace"}
-    plain = [case for case in cases_of("mul_mat") if is_plain(case)]
-    taken = {t for t in DType if t.is_quantized} - {DType.Q8_1, DType.Q8_K, DType.Q2_0}
-    assert {t for case in plain for t in short_types(case)} >= taken | {DType.F16, DType.BF16}
-
-
 NO_CASE_YET = {"FLASH_ATTN_BACK"}  # computed by no backend, nor by ggml
 """Ops for which the kit has no family."""
 
@@ -92,13 +82,6 @@ def test_poison_is_not_a_number_wherever_it_is_read(dtype):
         assert np.isnan(bytes_.view(dtype)).all()
     words = poison(1024).view("<u2")
     assert (((words & 0x7F80) == 0x7F80) & ((words & 0x7F) != 0)).all()  # bfloat16
-
-
-def test_limits_are_wider_for_products_of_short_types_only():
-    by_type = {case.program.leafs[0].dtype: limit(case.program) for case in cases_of("mul_mat")}
-    assert by_type[DType.Q4_0] == 5e-4
-    f32 = [c.program for c in cases_of("mul_mat") if all(x.dtype is DType.F32 for x in c.program.leafs)]
-    assert all(limit(p) == 1e-6 for p in f32)
 
 
 # -- selections and runs ---------------------------------------------------------------------------
@@ -266,14 +249,6 @@ def test_a_card_of_a_known_backend_is_absent(name):
     with pytest.raises((RegistryError, BackendUnavailable)) as caught:
         device_named(name)
     assert not isinstance(caught.value, UnknownDeviceError)
-
-
-def test_weights_are_dealt_out_in_many_ways():
-    tensors = [Context().new_tensor("q4_0", (32 * n, 7, 3), f"w{n}") for n in range(1, 60)]
-    states = [sharded_by_chance(t, 3) for t in tensors]
-    assert states == [sharded_by_chance(t, 3) for t in tensors]
-    assert {int(s.axis) for s in states} == {0, 1, 2, int(SplitAxis.MIRRORED)}
-    assert any(0 in s.segments[0] for s in states if s.is_cut)
 
 
 def test_weights_lie_in_every_kind_of_memory():

@@ -9,8 +9,7 @@ import pytest
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, SortOrder, UnaryOp
-from ggmlb.core.graph import Graph
+from ggmlb.core.enums import Hint, Op, OpPool, Prec, RopeType, UnaryOp
 from ggmlb.core.ops import SPECS
 from ggmlb.core.ops.custom import N_TASKS_MAX
 from ggmlb.core.placement import placement_clock
@@ -87,28 +86,6 @@ def test_inplace_clone(fn):
     assert set(new.params) >= set(SPECS[new.op].params)
     if "inplace" in new.params:
         assert (new.params["inplace"], inplace.params["inplace"]) == (False, True)
-
-
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
-def test_element_wise_shortcut(name):
-    node = call(Context(), name, ("f16[4,3]",))
-    if node.op is Op.UNARY:
-        assert node.params == {"op": UnaryOp[name.upper()]}
-    else:
-        assert node.op is Op[name.upper()]
-        assert node.params == {}
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n.split("_")[0] in ("reglu", "geglu", "swiglu")])
-def test_glu_shortcut(name):
-    split = name.endswith(("_split", "_oai"))
-    args = ("[6,3]", "[6,3]") if split else ("[6,3]",)
-    node = call(Context(), name, (*args, 1.702, 7.0) if name.endswith("_oai") else args)
-    assert node.ne == ((6, 3, 1, 1) if split else (3, 3, 1, 1))
-    assert node.params["op"].name.lower() == name.removesuffix("_split").removesuffix("_swapped")
-    assert node.params["swapped"] == name.endswith("_swapped")
-    assert len(node.src) == 2
-    assert (node.src[1] is None) != split
 
 
 @pytest.mark.parametrize(
@@ -193,17 +170,6 @@ def test_rope_params():
     assert ctx.rope_multi_back(a, b, None, 8, [0] * 4, 2).op is Op.ROPE_BACK
 
 
-def test_interpolation_modes_are_taken_apart():
-    ctx = Context()
-    a = operand(ctx, "[4,3]")
-    mode = ScaleMode.BILINEAR | ScaleFlag.ALIGN_CORNERS | ScaleFlag.ANTIALIAS
-    node = ctx.interpolate(a, 8, 6, 1, 1, mode)
-    assert node.params == {"mode": ScaleMode.BILINEAR, "align_corners": True, "antialias": True}
-    assert type(node.params["mode"]) is ScaleMode
-    plain = ctx.upscale(a, 2)
-    assert plain.params == {"mode": ScaleMode.NEAREST, "align_corners": False, "antialias": False}
-
-
 def test_xielu_constrains_its_slopes():
     params = Context().xielu(operand(Context(), "[4]"), 4.0, 30.0, 0.5, 1e-7).params
     assert params["op"] is UnaryOp.XIELU
@@ -230,14 +196,6 @@ def test_setters_change_their_node_and_tick_the_clock(fn, args, setter, value, p
     assert placement_clock.now > now
 
 
-def test_get_prec():
-    ctx = Context()
-    node = call(ctx, "flash_attn_ext", ("[8,3,4]", "f16[8,5,2]", "f16[8,5,2]"))
-    assert ctx.flash_attn_ext_get_prec(node) is Prec.DEFAULT
-    ctx.flash_attn_ext_set_prec(node, 10)
-    assert ctx.flash_attn_ext_get_prec(node) is Prec.F32
-
-
 @pytest.mark.parametrize(
     ("fn", "args", "setter"),
     [
@@ -256,50 +214,6 @@ def test_sinks_join_and_leave_the_sources(fn, args, setter):
     assert node.src == src
 
 
-def _ops(node):
-    return [n.op.value for n in Graph().build_forward_expand(node).nodes]
-
-
-@pytest.mark.parametrize(
-    ("fn", "args", "ne", "ops"),
-    [
-        ("conv_1d", ("f16[3,2,4]", "[8,2]", 1, 1, 1), (8, 4, 1, 1), "IM2COL RESHAPE RESHAPE MUL_MAT RESHAPE"),
-        (
-            "conv_1d", ("f16[3,2,4]", "[8,2,5]", 1, 1, 1), (8, 4, 5, 1),
-            "IM2COL RESHAPE RESHAPE MUL_MAT RESHAPE PERMUTE CONT",
-        ),
-        ("conv_1d_ph", ("f16[3,2,4]", "[8,2]", 2, 1), (4, 4, 1, 1), "IM2COL RESHAPE RESHAPE MUL_MAT RESHAPE"),
-        ("conv_1d_dw", ("f16[3,1,4]", "[8,4]", 1, 1, 1), (8, 4, 1, 1), "RESHAPE IM2COL MUL_MAT RESHAPE"),
-        ("conv_1d_dw_ph", ("f16[3,1,4]", "[8,4]", 2, 1), (4, 4, 1, 1), "RESHAPE IM2COL MUL_MAT RESHAPE"),
-        (
-            "conv_2d", ("f16[3,3,2,4]", "[8,7,2,5]", 1, 1, 1, 1, 1, 1), (8, 7, 4, 5),
-            "IM2COL RESHAPE RESHAPE MUL_MAT RESHAPE PERMUTE CONT",
-        ),
-        (
-            "conv_2d_sk_p0", ("f16[4,2,2,3]", "[8,6,2]"), (2, 3, 3, 1),
-            "IM2COL RESHAPE RESHAPE MUL_MAT RESHAPE PERMUTE CONT",
-        ),
-        (
-            "conv_2d_s1_ph", ("f16[3,5,2,3]", "[8,6,2]"), (8, 6, 3, 1),
-            "IM2COL RESHAPE RESHAPE MUL_MAT RESHAPE PERMUTE CONT",
-        ),
-        (
-            "conv_2d_dw", ("f16[3,3,1,4]", "[8,7,4,2]", 2, 1, 1, 1, 1, 1), (4, 7, 4, 2),
-            "RESHAPE RESHAPE RESHAPE IM2COL RESHAPE MUL_MAT RESHAPE",
-        ),
-        (
-            "conv_3d", ("f16[3,3,3,6]", "[8,7,6,4]", 2, 1, 1, 1, 1, 1, 1, 1, 1, 1), (8, 7, 6, 6),
-            "IM2COL_3D RESHAPE RESHAPE MUL_MAT RESHAPE PERMUTE CONT RESHAPE",
-        ),
-        ("argsort_top_k", ("[9,3,2]", 4), (4, 3, 2, 1), "ARGSORT VIEW"),
-    ],
-)  # fmt: skip
-def test_composed_ops(fn, args, ne, ops):
-    node = call(Context(), fn, args)
-    assert node.ne == ne
-    assert _ops(node) == ops.split()
-
-
 def test_depthwise_convolution_keeps_channels_innermost():
     ctx = Context()
     kernel, data = operand(ctx, "[3,3,1,8]"), operand(ctx, "[8,7,6,2]")
@@ -308,30 +222,3 @@ def test_depthwise_convolution_keeps_channels_innermost():
     assert (node.ne, node.nb) == ((7, 6, 8, 2), (32, 224, 4, 1344))
     plain = ctx.conv_2d_dw_direct(kernel, operand(ctx, "[7,6,8,2]"), 1, 1, 1, 1, 1, 1)
     assert (plain.ne, plain.nb) == ((7, 6, 8, 2), (4, 28, 168, 1344))
-
-
-def test_custom_ops_hold_their_function():
-    ctx = Context()
-    a, b = operand(ctx, "[4,3]"), operand(ctx, "[2]")
-    node = ctx.map_custom2(a, b, _nothing, 2, "data")
-    assert node.params == {"fun": _nothing, "n_tasks": 2, "userdata": "data"}
-    assert node.src == (a, b)
-    inplace = ctx.custom_inplace(a, [b, b], _nothing)
-    assert (inplace.view_src, inplace.src, inplace.op) == (a, (a, b, b), Op.CUSTOM)
-    assert ctx.custom_4d("f16", 2, 1, 1, 1, [a], _nothing).src == (a,)
-
-
-def test_optimiser_steps_write_into_the_weights():
-    ctx = Context()
-    adam = call(ctx, "opt_step_adamw", ("[4,3].W", "[4,3]", "[4,3]", "[4,3]", "[7]"))
-    sgd = call(ctx, "opt_step_sgd", ("[4,3].W", "[4,3]", "[2]"))
-    for node in (adam, sgd):
-        assert node.view_src is node.src[0]
-        assert node.ne == (4, 3, 1, 1)
-
-
-def test_enum_arguments_may_be_plain_numbers():
-    ctx = Context()
-    a = ctx.new_tensor("f32", (4,))
-    assert ctx.argsort(a, 1).params == {"order": SortOrder.DESC}
-    assert type(ctx.unary(a, 10).params["op"]) is UnaryOp

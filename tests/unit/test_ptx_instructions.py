@@ -450,17 +450,6 @@ def test_loads_and_stores(space: str, kind: str) -> None:
     assert out.tolist() == source.view(dtype).tolist()
 
 
-def test_vectors_are_parts_in_order() -> None:
-    source, out = np.arange(32 * 16, dtype=np.uint8), np.zeros(32 * 16, np.uint8)
-    run(
-        "mad.wide.u32 %q1, %t, 16, %a0; mad.wide.u32 %q2, %t, 16, %a1;"
-        "ld.global.nc.v4.u32 {%w0, %w1, %w2, %w3}, [%q1];"
-        "st.global.v2.u32 [%q2+8], {%w2, %w3}; st.global.v2.f32 [%q2], {%w0, %w1};",
-        source, out,
-    )  # fmt: skip
-    assert (out == source).all()
-
-
 def test_constants_and_parameters() -> None:
     """5.4.4, 7.1: initial values, what a module has no value for is zero, parameters by offset."""
     out = np.zeros((4, 32), np.int32)
@@ -470,34 +459,6 @@ def test_constants_and_parameters() -> None:
         *out, declarations=".const .align 1 .b8 table[4] = {1, 255, 3}; .global .align 4 .u32 word = 77;",
     )  # fmt: skip
     assert out[:, 5].tolist() == [-1, 0, 77, int(out[1].ctypes.data) >> 32]
-
-
-def test_special_registers_tell_where_a_thread_is() -> None:
-    """Chapter 10, of blocks and grids of three dimensions; a block's last warp may lack lanes."""
-    names = [f"%{n}.{axis}" for n in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
-    out = np.zeros((7 * 3 * 2 * 24, 12), np.int32)
-    spot = "mad.lo.u32 %w1, {0}.z, {1}.y, {0}.y; mad.lo.u32 %w1, %w1, {1}.x, {0}.x;"
-    program = kernel(
-        f"{spot.format('%ctaid', '%nctaid')} mul.lo.u32 %w2, %w1, 42; {spot.format('%tid', '%ntid')}"
-        "add.u32 %w1, %w1, %w2; mad.wide.u32 %q1, %w1, 48, %a0;"
-        + "".join(f"mov.u32 %w3, {name}; st.global.u32 [%q1+{4 * i}], %w3;" for i, name in enumerate(names)),
-        1,
-    )
-    spans = [Span(out.ctypes.data, out.ctypes.data + out.nbytes)]
-    program.launch((2, 3, 4), (7, 3, 2), struct.pack("P", out.ctypes.data), spans)
-    want = [
-        [x, y, z, 7, 3, 2, bx, by, bz, 2, 3, 4]
-        for bz in range(4) for by in range(3) for bx in range(2)
-        for z in range(2) for y in range(3) for x in range(7)
-    ]  # fmt: skip
-    assert out.tolist() == want
-    lanes = np.zeros((2, 64), np.int32)
-    run(
-        f"mov.u32 %w1, %laneid; mov.u32 %w2, %warpid; {store('4', '%w1', 0)}{store('4', '%w2', 1)}",
-        *lanes,
-        block=64,
-    )
-    assert lanes.tolist() == [[*range(32)] * 2, [0] * 32 + [1] * 32]
 
 
 def test_compare_and_swap_takes_turns() -> None:
@@ -563,11 +524,6 @@ FAULTS = {
         "OTHER: shfl.sync.bfly.b32 %w1, %t, 1, 31, -1; END:",
         "threads? 0 .*wait at different barriers",
     ),
-    "a copy": (
-        f"{COPY} cp.async.cg.shared.global [%w1], [%q1], 16, 16; cp.async.commit_group;"
-        "cp.async.wait_group 1; ld.shared.u32 %w3, [%w1];",
-        "a copy of thread 0, not waited for, is on its way",
-    ),
 }  # fmt: skip
 
 
@@ -594,23 +550,6 @@ def test_a_launch_must_be_the_kernels() -> None:
 
 
 # -- lanes together ----------------------------------------------------------------------------------
-
-
-def test_lanes_part_and_meet_again() -> None:
-    """9.7.12: a loop that lanes leave one by one, a branch, and lanes that end before the others."""
-    out = np.zeros(32, np.int32)
-    run(
-        "mov.u32 %w1, 0; mov.u32 %w2, 0; AGAIN: add.u32 %w1, %w1, %w2; add.u32 %w2, %w2, 1;"
-        "setp.le.u32 %p1, %w2, %t; @%p1 bra AGAIN; and.b32 %w3, %t, 1; setp.eq.u32 %p2, %w3, 0;"
-        "@!%p2 bra ODD; add.u32 %w1, %w1, 1000;"
-        "bra.uni DONE; ODD: setp.gt.u32 %p3, %t, 20; @%p3 exit; @%p2 add.u32 %w1, %w1, 5;"
-        f"DONE: {store('4', '%w1', 0)}",
-        out,
-    )
-    ended = (LANES % 2 == 1) & (LANES > 20)
-    assert (
-        out.tolist() == np.where(ended, 0, LANES * (LANES + 1) // 2 + np.where(LANES % 2, 0, 1000)).tolist()
-    )
 
 
 def test_a_branch_by_a_table() -> None:
@@ -646,35 +585,6 @@ def test_shuffles(mode: str) -> None:
                 }[mode]
                 p = j >= last if mode == "up" else j <= last
                 assert (inside[lane], out[lane]) == (p, a[j if p else lane]), (b, c, lane)
-
-
-def test_votes() -> None:
-    out = np.zeros(32, "?")
-    for n in (0, 1, 32):
-        run(f"setp.lt.u32 %p1, %t, {n}; vote.sync.any.pred %p2, %p1, -1; {store('p', '%p2', 0)}", out)
-        assert out.all() == out.any() == (n > 0)
-
-
-def exchanged(barrier: str, distance: int) -> Any:
-    """Return what 64 threads find in what others wrote to shared memory."""
-    out, to, of = np.zeros(64, np.int32), "mad.lo.u32 %w2, %t, 4, %w1;", "mad.lo.u32 %w3, %w3, 4, %w1;"
-    run(
-        f"mov.u32 %w1, s; {to} st.shared.u32 [%w2], %t; {barrier} xor.b32 %w3, %t, {distance}; {of}"
-        f"ld.shared.u32 %w4, [%w3]; {store('4', '%w4', 0)}",
-        out, block=64, declarations=SPACES,
-    )  # fmt: skip
-    return out
-
-
-def test_barriers_order_memory() -> None:
-    """9.7.13.1, 9.7.13.2: of a block, and of a warp."""
-    assert exchanged("bar.sync 0;", 33).tolist() == [i ^ 33 for i in range(64)]
-    assert exchanged("bar.warp.sync -1;", 9).tolist() == [i ^ 9 for i in range(64)]
-    for barrier, distance in (("bar.warp.sync -1;", 33), ("", 9), ("vote.sync.any.pred %p1, %p1, -1;", 9)):
-        with pytest.raises(
-            PtxError, match=r"(block|warp) writes, and nothing orders them|nothing has written"
-        ):
-            exchanged(barrier, distance)
 
 
 @pytest.mark.parametrize("k", [8, 16])
@@ -734,7 +644,7 @@ OTHERS = {
     "vote.sync.any.pred", *(f"ldmatrix.sync.aligned.m8n8.x4{way}.shared.b16" for way in ("", ".trans")),
     *(f"mma.sync.aligned.m16n8k{k}.row.col.f32.f16.f16.f32" for k in (8, 16)),
 }  # fmt: skip
-"""What the tests behind `test_lane_by_lane` do."""
+"""Instructions of the tests after `test_lane_by_lane`, of `test_cuda_races` and of every golden program."""
 
 
 def test_every_instruction_of_the_machine_has_a_test() -> None:
