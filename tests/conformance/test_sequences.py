@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import warnings
-from contextlib import ExitStack
-
 import pytest
 
 from ggmlb import Device, device_by_name
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.testing.fake import FakeReg
 from tests.support.gpus import host_driver
-from tests.support.sequences import Steps
+from tests.support.sequences import run_sequence
 
 N_SEQUENCES, N_STEPS = 8, 25
 
@@ -21,7 +17,6 @@ N_SEQUENCES, N_STEPS = 8, 25
 @pytest.mark.parametrize(
     "names",
     [
-        "Fake0 Fake1 CPU",
         "Fake0 Fake1",
         "LLVM CPU",
         "OpenCL0 LLVM CPU",
@@ -35,10 +30,4 @@ def test_graphs_give_the_same_on_a_scheduler_that_had_others(names: str, part: i
         made |= {device.name: device for device in CudaReg(host_driver(n_devices=2)).devices}
     devices = [made.get(name) or device_by_name(name) for name in names.split()]
     for seed in range(part * N_SEQUENCES, (part + 1) * N_SEQUENCES):
-        draw = random.Random(seed)
-        options = {"parallel": draw.random() < 0.3, "keep_graphs": draw.random() < 0.3}
-        with ExitStack() as stack, warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # requests that cannot be followed
-            steps = Steps(seed, [stack.enter_context(d.init_backend()) for d in devices], stack, **options)
-            for _ in range(N_STEPS):
-                steps.step()
+        run_sequence(seed, devices, N_STEPS)

@@ -22,7 +22,7 @@ from ggmlb.interface.registry import init_by_name
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeReg
-from tests.support.random_graphs import needless_copies
+from tests.support.sequences import needless_copies
 from tests.support.split_programs import N_ROWS, WIDTH, Recipe, build, recipe
 
 TABLE = json.loads(Path(__file__).with_name("ggml_copies.json").read_text())

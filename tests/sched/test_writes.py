@@ -8,7 +8,7 @@ import pytest
 from ggmlb import Context, DType, Graph, Scheduler, Tensor, alloc_ctx_tensors
 from ggmlb.core.errors import UnsupportedOpError
 from ggmlb.testing.fake import FakeReg
-from tests.support.random_graphs import needless_copies
+from tests.support.sequences import needless_copies
 
 
 def placed(bench, backend, *ne: int) -> Tensor:

@@ -3,13 +3,15 @@
 Graphs are built, computed, grown, computed again with inputs set anew or kept, and dropped, in any order;
 requests are made and withdrawn, and weights move. After each computation all results are compared: of plain
 weights with those of the CPU alone; of quantised ones, where devices differ because they round activations,
-with those of a new scheduler on the same devices.
+with those of a new scheduler on the same devices; so are the nodes that a callback watches. The users' graphs
+stay as they were, no node is on a device that declines it, and nothing is copied twice.
 """
 
 from __future__ import annotations
 
 import gc
 import random
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +22,7 @@ from ggmlb import (
     Backend,
     BufferUsage,
     Context,
+    Device,
     DType,
     Graph,
     Scheduler,
@@ -27,12 +30,72 @@ from ggmlb import (
     alloc_ctx_tensors,
     init_by_name,
 )
+from ggmlb.core.enums import NO_OPS, Op
 
 WIDTH, ROWS = 64, 6
 PLAIN, QUANTISED = ("f32", "f16", "f32"), ("f32", "q8_0", "q4_0")
 """Types of the weights; all else is f32."""
 TOLERANCE = 5e-3
 """Largest error, as a part of the largest value."""
+DECLINABLE = (Op.ADD, Op.MUL_MAT, Op.MUL, Op.UNARY, Op.CONT, Op.SOFT_MAX, Op.RMS_NORM, Op.CONCAT)
+"""Ops that a device may decline: none that writes into memory, where nobody else could."""
+
+
+def limit(device: Device, draw: random.Random) -> None:
+    """Let a fake device decline some ops, and perhaps read host memory in place."""
+    declined = draw.sample(DECLINABLE, draw.randrange(4))
+    device._declines = lambda op: "declined by the test" if op.op in declined else None  # type: ignore[attr-defined]
+    if draw.random() < 0.3:
+        own = device.buffer_type
+        device.supports_buft = lambda buft: buft.is_host or buft is own  # type: ignore[method-assign]
+
+
+def run_sequence(seed: int, devices: Sequence[Device], n_steps: int, tolerance: float = TOLERANCE) -> None:
+    """Do the steps of a seed on a scheduler over these devices, with that error at most."""
+    draw = random.Random(seed)
+    options = {"parallel": draw.random() < 0.3, "keep_graphs": draw.random() < 0.3}
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # requests that cannot be followed
+        backends = [stack.enter_context(device.init_backend()) for device in devices]
+        steps = Steps(seed, backends, stack, tolerance, **options)
+        for _ in range(n_steps):
+            steps.step()
+
+
+def needless_copies(sched: Scheduler) -> list[str]:
+    """The tensors that are copied to a device again, though nothing was written into their memory."""
+    fresh: set[tuple[Tensor, str]] = set()
+    found = []
+    for split in sched.splits:
+        there = {(item.tensor, f"{split.backend_id} {split.backend.name}") for item in split.inputs}
+        found += [f"{tensor.name} to {name}" for tensor, name in there & fresh]
+        written = {node.view_src for node in split.nodes if node.op not in NO_OPS}
+        fresh = {(t, name) for t, name in fresh | there if (t.view_src or t) not in written}
+    return found
+
+
+class Watch:
+    """An eval callback that is asked for each node of a graph once, and keeps the values of some."""
+
+    def __init__(self, graph: Graph, seed: int, part: float) -> None:
+        draw = random.Random(seed)
+        self._number = {node: i for i, node in enumerate(graph.nodes)}
+        self._watched = {i for i in range(len(graph.nodes)) if draw.random() < part}
+        self._asked: list[int] = []
+        self.seen: dict[int, np.ndarray] = {}
+
+    def __call__(self, node: Tensor, ask: bool) -> bool:
+        number = self._number[node]
+        if ask:
+            self._asked.append(number)
+            return number in self._watched
+        assert number not in self.seen
+        self.seen[number] = node.to_numpy()
+        return True
+
+    def check(self) -> None:
+        assert sorted(self._asked) == list(range(len(self._number))), "it is asked for each node once"
+        assert self.seen.keys() == self._watched
 
 
 class World:
@@ -153,11 +216,15 @@ class Steps:
         seed: Of all that is drawn.
         backends: The scheduler's.
         stack: Frees what is made.
+        tolerance: Largest error.
         options: Of the scheduler.
     """
 
-    def __init__(self, seed: int, backends: Iterable[Backend], stack: ExitStack, **options: Any) -> None:
+    def __init__(
+        self, seed: int, backends: Iterable[Backend], stack: ExitStack, tolerance: float, **options: Any
+    ) -> None:
         draw = self._draw = random.Random(seed)
+        self._tolerance = tolerance
         self._backends = list(backends)
         self._is_plain = draw.random() < 0.5
         self._others = [stack.enter_context(init_by_name("CPU"))] if self._is_plain else self._backends
@@ -231,17 +298,25 @@ class Steps:
                 for tensor in pair[data is not None :]:
                     if tensor.buffer is not None:
                         tensor.set_array(array)
-            if self._draw.random() < 0.2:
-                sched.set_eval_callback(lambda node, ask: True)
-            sched.graph_compute(split.graph)
-            sched.set_eval_callback(None)
-            other.graph_compute(twin.graph)
+            sources = [node.src for node in split.graph.nodes]
+            is_watched, part = self._draw.random() < 0.2, self._draw.choice((0.3, 1))
+            watches = [Watch(program.graph, self._data, part) for program in (split, twin)]
+            for scheduler, program, watch in zip((sched, other), (split, twin), watches, strict=True):
+                scheduler.set_eval_callback(watch if is_watched else None)
+                scheduler.graph_compute(program.graph)
+                scheduler.set_eval_callback(None)
+            if is_watched:
+                watches[0].check()
+            assert [node.src for node in split.graph.nodes] == sources
+            assert not any(record.device in record.rejected for record in sched.placement)
+            assert needless_copies(sched) == [], sched
             mine, theirs = (
                 [t.to_numpy() for t in (*p.outputs, *w.caches)]
                 for p, w in zip((split, twin), self._worlds, strict=True)
             )
-        for tensor, got, expected in zip(
-            (*split.outputs, *self._worlds[0].caches), mine, theirs, strict=True
-        ):
+        seen = [watch.seen for watch in watches]
+        tensors = (*split.outputs, *self._worlds[0].caches, *(split.graph.nodes[i] for i in seen[0]))
+        mine, theirs = [*mine, *seen[0].values()], [*theirs, *(seen[1][i] for i in seen[0])]
+        for tensor, got, expected in zip(tensors, mine, theirs, strict=True):
             error = float(np.abs(got - expected).max() / max(1.0, np.abs(expected).max()))
-            assert error <= TOLERANCE, f"{tensor.describe()} is off by {error:.3g}; {self.log}\n{sched}"
+            assert error <= self._tolerance, f"{tensor.describe()} is off by {error:.3g}; {self.log}\n{sched}"

@@ -10,6 +10,7 @@ from ggmlb.core.errors import ArgumentError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import GraphAllocator
+from ggmlb.runtime.compile.allocate import CHUNK_BITS, DynamicAllocator
 from ggmlb.testing.memory import TestMemory
 from tests.support.alloc_support import N, f32, graph_of, memory
 
@@ -65,6 +66,16 @@ def test_nodes_out_of_order_are_refused() -> None:
     with GraphAllocator(memory()) as allocator, pytest.raises(GraphError, match=r"lists CONT .* before CONT"):
         allocator.alloc_graph(Graph([b, a], [a.src[0]]))  # type: ignore[list-item]
     assert a.buffer is b.buffer is None
+
+
+def test_the_chunk_that_grows_least_is_taken() -> None:
+    arena = DynamicAllocator(64)
+    a, b, c = arena.alloc(64), arena.alloc(32), arena.alloc(64)
+    assert (a, b, c) == (0, 1 << CHUNK_BITS, 2 << CHUNK_BITS)
+    arena.free(a, 64)
+    arena.free(b, 32)
+    assert [arena.alloc(32), arena.alloc(64)] == [b, a]
+    assert arena.peaks == [64, 32, 64]
 
 
 def test_the_kind_of_memory_is_chosen_per_tensor() -> None:
