@@ -75,21 +75,6 @@ def test_a_new_graph_of_the_same_kernels_updates_the_old_ones_executable(stream:
         assert counts["update"] >= 4
 
 
-def test_a_graph_of_other_kernels_gets_an_executable_of_its_own(stream: CudaBackend) -> None:
-    _, _, graph = chain(stream)
-    for _ in range(2):
-        stream.graph_compute(graph)
-    ctx = Context()
-    a = ctx.new_tensor(DType.F32, (N,))
-    y = ctx.sqr(ctx.neg(a))
-    alloc_ctx_tensors(ctx, stream)
-    a.set(ones(3))
-    other = Graph().build_forward_expand(y)
-    for _ in range(3):
-        stream.graph_compute(other)
-        assert y.to_numpy()[0] == 9
-
-
 def test_parameters_that_changed_are_noticed(stream: CudaBackend) -> None:
     a, y, graph = chain(stream)
     a.set(ones())
@@ -161,29 +146,6 @@ def test_the_abort_callback_works_on_a_captured_plan(stream: CudaBackend) -> Non
     stream.abort_callback = None
     assert stream.graph_compute(graph) is Status.SUCCESS
     assert y.to_numpy()[0] == 3
-
-
-def test_a_split_product_runs_between_graphs(stream: CudaBackend) -> None:
-    weights, ctx = Context(), Context()
-    w = weights.new_tensor(DType.F32, (64, 5))
-    split = stream.device.reg.get_proc_address("split_buffer_type")
-    assert split is not None
-    alloc_ctx_tensors(weights, split(0, (1.0,)))
-    a = ctx.new_tensor(DType.F32, (64, 3))
-    y = ctx.sqr(ctx.neg(ctx.mul_mat(w, ctx.relu(ctx.scale(a, 2.0)))))
-    alloc_ctx_tensors(ctx, stream)
-    rng = np.random.default_rng(0)
-    x, z = rng.random((3, 64), np.float32), rng.random((5, 64), np.float32)
-    a.set(x)
-    w.set_array(z)
-    plan = plan_of(stream, Graph().build_forward_expand(y))
-    assert [len(s.steps) for s in plan.segments] == [2, 1, 2]
-    for _ in range(3):
-        y.memset(0xFF)
-        stream.graph_plan_compute(plan)
-        stream.synchronize()
-        assert np.allclose(y.to_numpy(), np.square(2 * x @ z.T), rtol=1e-5)
-    assert [s.is_captured for s in plan.segments] == [True, False, True]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -274,29 +236,6 @@ def test_a_captured_plan_keeps_dropped_buffers_alive(stream: CudaBackend) -> Non
     stream.graph_plan_compute(plan)
     stream.synchronize()
     assert y.to_numpy()[0] == 3
-
-
-def test_products_with_the_same_input_share_what_is_made_of_it(stream: CudaBackend) -> None:
-    ctx = Context()
-    rng = np.random.default_rng(0)
-    v, w = (ctx.new_tensor(DType.Q4_0, (256, 64), name) for name in "vw")
-    x = ctx.new_tensor(DType.F32, (256, 2), "x")
-    y = ctx.add(ctx.mul_mat(v, x), ctx.mul_mat(w, x))
-    alloc_ctx_tensors(ctx, stream)
-    weights = [rng.standard_normal((64, 256), np.float32) for _ in "vw"]
-    for t, data in zip((v, w), weights, strict=True):
-        t.set_array(data)
-    data = rng.standard_normal((2, 256), np.float32)
-    x.set(data)
-    plan = plan_of(stream, Graph().build_forward_expand(y))
-    names = [step.key[0] for part in plan.parts for step in part.steps if isinstance(step.key, tuple)]
-    assert names.count("quantize_q8") == 1
-    want = data @ (v.to_numpy() + w.to_numpy()).T
-    for _ in range(3):
-        y.memset(0xFF)
-        stream.graph_plan_compute(plan)
-        stream.synchronize()
-        assert np.abs(y.to_numpy() - want).max() < 0.02 * np.abs(want).max()
 
 
 def test_without_cublas_kernels_compute_all_products(

@@ -217,25 +217,3 @@ def test_nothing_is_left_over() -> None:
     device.memory_pool.sweep(wait=True)
     assert set(driver.leftovers()) <= {"streams", "events"}
     assert driver.leftovers().get("streams", 0) <= 2, "those of blocking transfers stay, one for a card"
-
-
-def test_each_stream_has_a_handle_of_cublas_of_its_own(stream: CudaBackend, other: CudaBackend) -> None:
-    """Products of two streams, queued in turn: none uses the other's handle, stream or workspace."""
-    rng = np.random.default_rng(0)
-    made = []
-    for backend in (stream, other):
-        ctx = Context()
-        a, b = ctx.new_tensor(DType.F32, (64, 8)), ctx.new_tensor(DType.F32, (64, 20))
-        y = ctx.relu(ctx.mul_mat(a, b))
-        alloc_ctx_tensors(ctx, backend)
-        a.set(rng.standard_normal((8, 64), np.float32))
-        made.append((backend, a, b, y, Graph().build_forward_expand(y)))
-    for i in range(4):
-        for backend, _, b, y, graph in made:
-            y.memset(0xFF)
-            backend.set_tensor_async(b, np.full((20, 64), i, np.float32))
-            backend.graph_compute_async(graph)
-        for backend, a, b, y, _ in made[:: (-1) ** i]:
-            backend.synchronize()
-            want = np.maximum(b.to_numpy() @ a.to_numpy().T, 0)
-            assert np.allclose(y.to_numpy(), want, rtol=1e-3, atol=1e-3)

@@ -7,7 +7,7 @@ import pytest
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op, Status
+from ggmlb.core.enums import Op
 from ggmlb.core.errors import ArgumentError, GraphError, UnsupportedOpError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
@@ -154,17 +154,6 @@ def test_a_view_alone_takes_its_source_along(bench):
         assert left.to_numpy().tolist() == right.to_numpy().tolist() == [4, 5, 6, 7]
 
 
-def test_views_follow_their_source(bench):
-    ctx = Context()
-    a = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), new_input(ctx, 8, 2))
-    v = ctx.view_1d(a, 8, 32)
-    y = ctx.mul_mat(bench.weight(bench.gpu1, 8, 8), v)
-    with Scheduler(bench.backends) as sched:
-        sched.split_graph(Graph().build_forward_expand(y))
-        assert sched.get_tensor_backend(v) is bench.gpu0
-        assert [i.tensor for i in sched.splits[1].inputs] == [v]
-
-
 def test_a_node_that_writes_into_a_tensor_runs_where_the_tensor_is(make_bench):
     # ggml lets the write happen on the other device, where it never reaches the tensor.
     bench = make_bench(FakeReg(2, declines=lambda t: "no scale" if t.op is Op.SCALE else None))
@@ -263,29 +252,3 @@ def test_the_backend_list_is_checked():
             Scheduler([backend], [reg.devices[1].buffer_type])
         with pytest.raises(ArgumentError, match="1 backends, but 2 buffer types"):
             Scheduler([backend], [reg.devices[0].buffer_type] * 2)
-
-
-def test_a_status_is_returned(bench):
-    ctx = Context()
-    x = new_input(ctx, 4)
-    graph = Graph().build_forward_expand(ctx.scale(x, 2.0))
-    with Scheduler(bench.backends) as sched:
-        sched.alloc_graph(graph)
-        x.set_array(np.ones(4))
-        assert sched.graph_compute(graph) is Status.SUCCESS
-
-
-def test_a_request_for_a_view_has_no_effect(bench):
-    c = Context()
-    s = c.new_tensor(DType.F32, (8, 4))
-    view = c.view_2d(s, 8, 2, s.nb[1], 0)
-    y = c.mul_mat(bench.weight(bench.gpu1, 8, 8), view)
-    graph = Graph().build_forward_expand(c.add(y, c.view_2d(y, 8, 2, y.nb[1], 0)))
-    placed = []
-    for wanted in (None, *bench.backends):
-        with Scheduler(bench.backends) as sched:
-            for node in (n for n in graph.nodes if n.op is Op.VIEW):
-                sched.set_tensor_backend(node, wanted)
-            sched.split_graph(graph)
-            placed.append([sched.get_tensor_backend(t) for t in (s, *graph.nodes)])
-    assert placed == [placed[0]] * 4

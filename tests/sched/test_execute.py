@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ggmlb.core.context import Context
-from ggmlb.core.enums import Op, Status
+from ggmlb.core.enums import Status
 from ggmlb.core.errors import GraphError, NotAllocatedError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
@@ -73,24 +73,6 @@ def test_two_producers_on_two_devices_and_one_consumer(bench):
             sched.graph_compute(graph)
             expected = data @ a.src[0].to_numpy().T + data @ b.src[0].to_numpy().T
             np.testing.assert_allclose(y.to_numpy(), expected, rtol=2e-5, atol=1e-6)
-
-
-def test_a_source_used_twice_is_copied_once(bench):
-    ctx = Context()
-    x = new_input(ctx, 4, 4)
-    w = bench.weight(bench.gpu0, 4, 4)
-    a = ctx.mul_mat(w, x)
-    y = ctx.add(ctx.mul(a, x), ctx.add(x, x))
-    graph = Graph().build_forward_expand(y)
-    with Scheduler(bench.backends) as sched:
-        sched.alloc_graph(graph)
-        assert [[i.tensor.name for i in s.inputs] for s in sched.splits] == [["x"]]
-        data = np.random.default_rng(3).standard_normal((4, 4)).astype(np.float32)
-        x.set_array(data)
-        sched.graph_compute(graph)
-        np.testing.assert_allclose(
-            y.to_numpy(), (data @ w.to_numpy().T) * data + 2 * data, rtol=2e-5, atol=1e-6
-        )
 
 
 def test_the_users_graph_stays_as_it_is_and_serves_several_schedulers(bench):
@@ -221,24 +203,6 @@ def test_a_callback_does_not_take_the_memory_from_under_its_computation(bench, c
             compute()
         sched.set_eval_callback(None)
         compute()
-
-
-def test_an_input_on_the_way_through_a_view_of_another_device(bench):
-    ctx = Context()
-    x = new_input(ctx, 8, 4)
-    left, right = ctx.view_2d(x, 4, 4, 32, 0), ctx.view_2d(x, 4, 4, 32, 16)
-    y = ctx.add(ctx.mul_mat(bench.weight(bench.gpu0, 4, 4), ctx.cont(left)), ctx.cont(right))
-    graph = Graph().build_forward_expand(y)
-    data = np.random.default_rng(6).standard_normal((4, 8)).astype(np.float32)
-    with Scheduler(bench.backends) as sched:
-        for node in graph.nodes:
-            if node.op is Op.CONT:
-                sched.set_tensor_backend(node, bench.gpu0)
-        sched.alloc_graph(graph)
-        x.set_array(data)
-        sched.graph_compute(graph)
-        w = next(n for n in graph.leafs if n.name == "w").to_numpy()
-        np.testing.assert_allclose(y.to_numpy(), data[:, :4] @ w.T + data[:, 4:], rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("where", [1, 2])

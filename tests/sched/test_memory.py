@@ -9,24 +9,12 @@ import numpy as np
 import pytest
 
 from ggmlb.core.context import Context
-from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import AllocationError, FreedError, NotAllocatedError
 from ggmlb.core.graph import Graph
 from ggmlb.interface import BufferType
 from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeDevice, FakeReg
 from tests.support.chain import new_input
-
-
-def test_a_freed_weight_is_noticed(bench):
-    chain = bench.chain()
-    with Scheduler(bench.backends) as sched:
-        sched.alloc_graph(chain.graph)
-        chain.x.set_array(np.ones((3, 8)))
-        sched.graph_compute(chain.graph)
-        chain.weights[1].buffer.free()
-        with pytest.raises(FreedError, match="w1"):
-            sched.graph_compute(chain.graph)
 
 
 @pytest.mark.parametrize(("parallel", "most"), [(False, 2048), (True, 8192)])
@@ -153,13 +141,6 @@ def test_a_dropped_graph_is_collected(bench):
         del graph
         gc.collect()
         assert ref() is None
-
-
-def test_compute_memory_is_marked(bench):
-    chain = bench.chain()
-    with Scheduler(bench.backends) as sched:
-        sched.alloc_graph(chain.graph)
-        assert chain.y.buffer.usage is BufferUsage.COMPUTE
 
 
 def test_memory_prepares_copies_like_other_tensors(bench, monkeypatch):
