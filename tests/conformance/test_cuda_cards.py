@@ -66,18 +66,6 @@ def test_copies_between_cards_are_ordered_on_both_sides(streams: list[CudaBacken
     assert np.array_equal(dst.to_numpy(), np.full(1000, 2))
 
 
-def test_an_event_orders_two_cards(streams: list[CudaBackend]) -> None:
-    first, second = streams[:2]
-    src, dst = leaf(first), leaf(second)
-    event = first.device.event_new()
-    hold_up(first)
-    first.set_tensor_async(src, np.full(1000, 3, np.float32))
-    first.event_record(event)
-    second.event_wait(event)
-    tensor_copy_async(first, second, src, dst)
-    assert dst.to_numpy()[0] == 3
-
-
 def test_a_copy_on_one_stream_waits_for_no_other(streams: list[CudaBackend]) -> None:
     first, second = streams[:2]
     src, dst, out = leaf(first), leaf(second), np.empty(1000, np.float32)

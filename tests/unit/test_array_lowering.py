@@ -6,38 +6,14 @@ import numpy as np
 import pytest
 
 from ggmlb.backends.common.rules import FLOATS, Rules, in_rows, operands
-from ggmlb.backends.common.workspace import Workspace
 from ggmlb.backends.cpu.rules import RULES
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Status
 from ggmlb.core.errors import BackendError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from tests.support.array_program import Program
-
-
-def bytes_for(n):
-    return np.empty(n, np.uint8)
-
-
-def test_arrays_of_one_node_do_not_overlap():
-    workspace = Workspace(bytes_for)
-    arrays = [workspace.take((n, 3)) for n in (5, 700_000, 1, 0, 2_000_000)]
-    for i, a in enumerate(arrays):
-        a[...] = i
-    assert [a.shape for a in arrays] == [(5, 3), (700_000, 3), (1, 3), (0, 3), (2_000_000, 3)]
-    assert all((a == i).all() for i, a in enumerate(arrays))
-
-
-def test_memory_that_was_taken_outlives_its_replacement():
-    workspace = Workspace(bytes_for)
-    first = workspace.take((10,))
-    first[...] = 7
-    workspace.restart()
-    workspace.take((1 << 20,))[...] = 0
-    assert (first == 7).all()
 
 
 def normal(seed, *shape):
@@ -131,19 +107,3 @@ def test_a_failure_names_the_node(cpu, is_watched):
         p.compute(cpu, z)
     p.values[rows] = np.array([1, 2]).reshape(1, 1, 1, 2)
     p.compute(cpu, z)
-
-
-def test_the_abort_callback_is_asked_before_each_node(cpu):
-    ctx = Context()
-    x = ctx.new_tensor(DType.F32, (4,))
-    nodes = [x]
-    for _ in range(4):
-        nodes.append(ctx.add(nodes[-1], x))
-    graph = Graph().build_forward_expand(nodes[-1])
-    with alloc_ctx_tensors(ctx, cpu) as buffer:
-        buffer.clear(0)
-        x.set_array(np.ones(4, np.float32))
-        answers = iter([False, False, True])
-        cpu.abort_callback = lambda: next(answers)
-        assert cpu.graph_compute(graph) is Status.ABORTED
-        assert [n.to_numpy()[0] for n in nodes[1:]] == [2, 3, 0, 0]

@@ -97,13 +97,6 @@ def test_a_copy_is_made_where_asked_for_or_needed() -> None:
         np.testing.assert_array_equal(tensor.to_numpy(), before)
 
 
-def test_quantised_on_the_way_in() -> None:
-    array = np.random.default_rng(0).normal(size=(2, 64)).astype("f4")
-    tensor = Context().from_array(array, "q8_0")
-    assert tensor.dtype is DType.Q8_0
-    np.testing.assert_allclose(tensor.to_numpy(), array, atol=0.02)
-
-
 @pytest.mark.parametrize(
     ("value", "dtype", "shape"),
     [

@@ -63,14 +63,6 @@ def test_batches(batch: str, dtype: DType) -> None:
     )
 
 
-def test_one_weight_for_all_matrices_is_one_call() -> None:
-    (call,) = check(
-        lambda ctx: (ctx.new_tensor(DType.F32, (8, 5)), ctx.new_tensor(DType.F32, (8, 3, 4, 2))),
-        {"cublasGemmEx"},
-    )
-    assert (call.m, call.n, call.k, call.count) == (5, 24, 8, 1)
-
-
 PERMUTED: dict[str, Callable[[Context], Pair]] = {
     "heads of both": lambda c: (
         c.permute(c.new_tensor(DType.F32, (16, 3, 6, 2)), 0, 2, 1, 3),

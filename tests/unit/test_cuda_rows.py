@@ -12,13 +12,11 @@ import pytest
 
 from ggmlb import Context, DType, Graph
 from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu import Launch, can_fuse, lower, lower_group
-from ggmlb.backends.gpu.launch import vector_width
 from ggmlb.core.enums import RopeType
 from tests.support.ptx.machine import why_not
 from tests.support.ptx.programs import CARD, FEW, beside_cpu, close, fill, in_both_orders, on_cpu
-from tests.support.ptx.runner import Runner, place
+from tests.support.ptx.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,32 +84,6 @@ def test_a_row_is_shared_by_as_few_as_have_room(n: int, n_rows: int, want: tuple
 def test_elements_are_mapped_in_vectors(ne: tuple[int, ...], dtype: DType, want: tuple[int, ...]) -> None:
     ctx = Context()
     assert shared(ctx.silu(ctx.new_tensor(dtype, ne))) == want
-
-
-def test_short_rows_are_mapped_by_part_of_a_group() -> None:
-    ctx = Context()
-    heads = ctx.permute(ctx.new_tensor(F32, (64, 100, 32)), 0, 2, 1, 3)
-    assert shared(ctx.cont(heads)) == (128, 8, 4, 4)
-    assert shared(ctx.cont(ctx.permute(ctx.new_tensor(F16, (384, 9, 7)), 0, 2, 1, 3))) == (128, 32, 4, 4)
-
-
-def test_vectors_ask_for_aligned_rows() -> None:
-    def width(*views: Callable[[Context, Tensor], Tensor]) -> int:
-        ctx = Context()
-        x = ctx.new_tensor(F32, (64, 8))
-        mems = [view(ctx, x) for view in views]
-        place(ctx)
-        return vector_width([Mem.of(m) for m in mems])
-
-    assert width(lambda c, x: x, lambda c, x: c.new_tensor(F16, (64, 8))) == 4
-    assert width(lambda c, x: c.new_tensor(F16, (64, 8))) == 8
-    assert width(lambda c, x: c.view_1d(x, 64, 16)) == 4
-    assert width(lambda c, x: c.view_1d(x, 64, 4)) == 1
-    assert width(lambda c, x: c.view_1d(x, 63, 0)) == 1
-    assert width(lambda c, x: c.view_2d(x, 32, 8, 4 * 33, 0)) == 1
-    assert width(lambda c, x: c.view_2d(x, 32, 1, 4 * 33, 0)) == 4
-    assert width(lambda c, x: c.transpose(x)) == 1
-    assert width(lambda c, x: c.new_tensor(DType.I8, (64,))) == 1
 
 
 # -- that no element is amiss ----------------------------------------------------------------------

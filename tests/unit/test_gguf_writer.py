@@ -94,18 +94,6 @@ def test_the_bytes_are_those_of_another_writer(tmp_path: Path) -> None:
     assert (tmp_path / "a.gguf").read_bytes() == gguf_bytes(metadata, tensors)
 
 
-@pytest.mark.parametrize("alignment", [1, 8, 64, 4096, np.uint32(64)])
-def test_the_alignment_asked_for(tmp_path: Path, alignment: Any) -> None:
-    path = tmp_path / "m.gguf"
-    save_gguf(path, {"general.alignment": alignment}, {"a": F32[0, :3], "b": F32, "c": F32})
-    file = open_gguf(path)
-    assert file.alignment == alignment
-    assert all(t.offset % alignment == 0 for t in file.values())
-    assert all(np.array_equal(file.array(n), a) for n, a in (("a", F32[0, :3]), ("b", F32)))
-    save_gguf(tmp_path / "again.gguf", file.metadata, {n: file.array(n) for n in file})
-    assert (tmp_path / "again.gguf").read_bytes() == path.read_bytes()
-
-
 def test_metadata_of_a_file_keep_their_types(tmp_path: Path) -> None:
     values = {
         "u8": Typed(0, 3),

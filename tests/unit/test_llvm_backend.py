@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -261,23 +260,6 @@ def test_kinds_tell_operands_and_places_apart(llvm: LlvmBackend) -> None:
     check(windows, llvm)
 
 
-def test_no_two_forms_of_operands_have_one_number(llvm: LlvmBackend) -> None:
-    for n in (5, 6, 7, 5, 8):
-        check(lambda c, leaf, n=n: c.add(c.silu(leaf(F32, n, n)), c.scale(leaf(F32, n), 2.0)), llvm)
-    numbers = [*llvm.kinds.forms.values()]
-    assert len({*numbers}) == len(numbers) == 8
-
-
-def test_backends_of_several_python_threads() -> None:
-    def work(_: int) -> Any:
-        with DEVICE.init_backend({"n_threads": 2}) as backend:
-            return [computed(long_program, backend) for _ in range(3)]
-
-    with ThreadPoolExecutor(4) as pool:
-        found = [x for results in pool.map(work, range(4)) for x in results]
-    assert all((x == found[0]).all() for x in found)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_has_threads_of_its_own(llvm: LlvmBackend) -> None:
@@ -290,19 +272,6 @@ def test_a_fork_has_threads_of_its_own(llvm: LlvmBackend) -> None:
         finally:
             os._exit(0 if same else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_plan_computes_again(llvm: LlvmBackend) -> None:
-    ctx = Context()
-    x = ctx.new_tensor(F32, (64, 3))
-    y = ctx.mul_mat(w := ctx.new_tensor(DType.Q4_0, (64, 5)), x)
-    graph = Graph().build_forward_expand(y)
-    with alloc_ctx_tensors(ctx, llvm):
-        w.set_array(np.ones((5, 64), np.float32))
-        for value in (1.0, 2.0):  # the activations are made bytes each time
-            x.set_array(np.full((3, 64), value, np.float32))
-            llvm.graph_compute(graph)
-            np.testing.assert_allclose(y.to_numpy(), 64 * value, rtol=1e-2)
 
 
 def test_activations_that_change_between_two_products(llvm: LlvmBackend) -> None:
@@ -365,18 +334,6 @@ def test_rope_that_writes_rows_of_a_cache(
                 llvm.graph_plan_compute(plan)
     assert (found[0] == found[1]).all()
     assert found[0].any()
-
-
-def test_it_can_be_aborted(llvm: LlvmBackend) -> None:
-    ctx = Context()
-    x = ctx.new_tensor(F32, (8,))
-    y = ctx.neg(ctx.neg(ctx.neg(x)))
-    graph = Graph().build_forward_expand(y)
-    answers = iter([False, False, True])
-    llvm.abort_callback = lambda: next(answers)
-    with alloc_ctx_tensors(ctx, llvm):
-        x.set_array(np.ones(8, np.float32))
-        assert llvm.graph_compute(graph) is Status.ABORTED
 
 
 def test_a_scheduler_gives_it_what_it_computes_and_copies_nothing() -> None:
