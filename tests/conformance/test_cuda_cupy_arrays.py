@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,25 +113,3 @@ def test_a_tensor_is_an_array_of_cupys(devices: list[CudaDevice]) -> None:
         assert window.__cuda_array_interface__ == window.as_array().__cuda_array_interface__
         read(window.as_array())[...] = 0
         assert not tensor.to_numpy()[1:4, 2:6].any()
-
-
-def test_the_array_lives_as_long_as_the_tensor(theirs: Any) -> None:
-    array = theirs[1:]
-    gone = weakref.ref(array)
-    tensor = Context().from_array(array, copy=False)
-    del array
-    gc.collect()
-    assert gone() is not None
-    del tensor
-    gc.collect()
-    assert gone() is None
-
-
-def test_what_has_no_strides_of_a_tensors_is_refused(theirs: Any) -> None:
-    for array in (theirs[::-1], cupy.broadcast_to(theirs[0], (5, 10))):
-        with pytest.raises(ggmlb.ArgumentError, match="negative or 0"):
-            Context().from_array(array, copy=False)
-    with pytest.raises(ggmlb.DTypeError, match="complex64"):
-        Context().from_array(theirs.view(np.complex64), copy=False)
-    with pytest.raises(ggmlb.ShapeError, match="5 dimensions"):
-        Context().from_array(theirs.reshape(1, 3, 2, 5, 2), copy=False)

@@ -65,22 +65,6 @@ def test_products_are_those_of_plain_memory(device: Any, stream: Any, dtype: DTy
     assert ((found[0] - found[1]) ** 2).sum() < 1e-8 * (found[1] ** 2).sum()
 
 
-def test_products_with_chosen_matrices(device: Any, stream: Any) -> None:
-    found = []
-    rng = np.random.default_rng(1)
-    given, chosen = rng.standard_normal((9, 1, 256), np.float32), rng.integers(0, 3, (9, 2))
-    for w in (placed(device, DType.Q4_0, 256, 48, 3), weight(device.buffer_type, DType.Q4_0, 256, 48, 3)):
-        ctx = Context()
-        x, ids = ctx.new_tensor("f32", (256, 1, 9)), ctx.new_tensor("i32", (2, 9))
-        y = ctx.mul_mat_id(w, x, ids)
-        with alloc_ctx_tensors(ctx, stream):
-            x.set_array(given)
-            ids.set(chosen.astype(np.int32))
-            stream.graph_compute(Graph().build_forward_expand(y))
-            found.append(y.to_numpy().copy())
-    assert ((found[0] - found[1]) ** 2).sum() < 1e-8 * (found[1] ** 2).sum()
-
-
 def test_ggml_tells_the_log_how_it_packs(device: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "ggmlb.ggml"):
         placed(device, DType.Q4_0, 64, 16)

@@ -99,25 +99,6 @@ def same_products(stream: LlvmBackend, dtype: DType, n: int) -> None:
     assert ((found[0] - found[1]) ** 2).sum() < 1e-11 * (found[1] ** 2).sum()
 
 
-@pytest.mark.parametrize("dtype", [DType.Q4_K, DType.Q8_0, DType.F16])
-@pytest.mark.parametrize("n_tokens", [2, 50])
-def test_products_with_chosen_matrices(widest: LlvmBackend, dtype: DType, n_tokens: int) -> None:
-    found: list[Any] = []
-    rng = np.random.default_rng(1)
-    given, chosen = rng.standard_normal((n_tokens, 1, 256), np.float32), rng.integers(0, 3, (n_tokens, 2))
-    for repacked in (True, False):
-        w = weight(dtype, 256, M, 3, repacked=repacked)
-        ctx = Context()
-        x, ids = ctx.new_tensor(DType.F32, (256, 1, n_tokens)), ctx.new_tensor(DType.I32, (2, n_tokens))
-        y = ctx.mul_mat_id(w, x, ids)
-        with alloc_ctx_tensors(ctx, widest):
-            x.set_array(given)
-            ids.set(chosen.astype(np.int32))
-            widest.graph_compute(Graph().build_forward_expand(y))
-            found.append(y.to_numpy().copy())
-    assert ((found[0] - found[1]) ** 2).sum() < 1e-11 * (found[1] ** 2).sum()
-
-
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16])
 @pytest.mark.parametrize("k", [19, 64])
 def test_floats_of_16_rows_lie_side_by_side(dtype: DType, k: int) -> None:

@@ -41,46 +41,6 @@ def weight(
     return w, values
 
 
-@pytest.mark.parametrize("dtype", SCALE_SIZES)
-@pytest.mark.parametrize("n", [1, 3, 20])
-def test_products_are_those_of_plain_memory(
-    device: OpenClDevice, stream: Backend, dtype: DType, n: int
-) -> None:
-    found = []
-    for packed in (True, False):
-        w, _ = weight(device, dtype, packed=packed)
-        ctx = Context()
-        x = ctx.new_tensor(DType.F32, (K, n))
-        y = ctx.mul_mat(w, x)
-        alloc_ctx_tensors(ctx, stream)
-        x.set_array(np.random.default_rng(1).standard_normal((n, K), np.float32))
-        stream.graph_compute(Graph().build_forward_expand(y))
-        found.append(y.to_numpy())
-    assert np.array_equal(*found)
-
-
-@pytest.mark.parametrize("dtype", SCALE_SIZES)
-def test_rows_and_products_of_experts_are_read_too(
-    device: OpenClDevice, stream: Backend, dtype: DType
-) -> None:
-    ctx = Context()
-    w = ctx.new_tensor(dtype, (K, 8, 3))
-    alloc_ctx_tensors(ctx, device.packed_buffer_type)
-    w.set_array(np.random.default_rng(0).standard_normal((3, 8, K), np.float32))
-    plain = w.to_numpy()
-    ctx = Context()
-    x, ids = ctx.new_tensor(DType.F32, (K, 1, 5)), ctx.new_tensor(DType.I32, (2, 5))
-    y, rows = ctx.mul_mat_id(w, x, ids), ctx.get_rows(w, ctx.view_2d(ids, 2, 3, ids.nb[1], 0))
-    alloc_ctx_tensors(ctx, stream)
-    given = np.random.default_rng(1).standard_normal((5, 1, K), np.float32)
-    chosen = np.array([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], np.int32)
-    x.set_array(given)
-    ids.set(chosen)
-    stream.graph_compute(Graph().build_forward_expand(y, rows))
-    assert np.allclose(y.to_numpy(), np.einsum("tsmk,tk->tsm", plain[chosen], given[:, 0]), atol=1e-3)
-    assert np.array_equal(rows.to_numpy(), plain[np.arange(3)[:, None], chosen[:3]])
-
-
 def test_rows_that_are_no_whole_groups_lie_as_they_are(device: OpenClDevice, stream: Backend) -> None:
     w, values = weight(device, DType.Q8_0, 96)
     assert w.buffer is not None

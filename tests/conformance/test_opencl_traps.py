@@ -14,12 +14,10 @@ import pytest
 
 from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.opencl.backend import OpenClBackend
-from ggmlb.backends.opencl.buffer import OpenClBufferType
 from ggmlb.backends.opencl.host import OpenClHostBuffer
 from ggmlb.backends.opencl.memory import MemoryLedger
-from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.core.errors import ArgumentError
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import MultiBuffer
 from tests.support.gpus import OPENCL, Gate, device_fixture, leaf
 
 if TYPE_CHECKING:
@@ -61,29 +59,6 @@ def test_trap_9_an_event_may_be_recorded_again_while_it_is_waited_for(
 
 def test_trap_20_pinned_host_memory_is_not_the_devices_own(stream: OpenClBackend) -> None:
     assert not stream.supports_buft(stream.device.host_buffer_type)
-
-
-def test_trap_28_what_exceeds_the_largest_buffer_is_split_over_several(
-    stream: OpenClBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(OpenClBufferType, "max_size", property(lambda _: 3 * 4096))
-    ctx = Context()
-    parts = [ctx.new_tensor(DType.F32, (N,)) for _ in range(8)]
-    with alloc_ctx_tensors(ctx, stream) as buffer:
-        assert isinstance(buffer, MultiBuffer)
-        assert len(buffer.parts) == 3
-        for i, t in enumerate(parts):
-            t.set(np.full(N, i, np.float32))
-        total = ctx.set_output(parts[0])
-        for t in parts[1:]:
-            total = ctx.add(total, t)
-        graph = Graph().build_forward_expand(ctx.set_output(total))
-        with GraphAllocator(stream.default_buffer_type) as allocator:
-            allocator.alloc_graph(graph)
-            stream.graph_compute(graph)
-            assert (total.to_numpy() == sum(range(8))).all()
-    with pytest.raises(AllocationError, match="at most 12,288"):
-        stream.alloc_buffer(3 * 4096 + 1)
 
 
 def test_trap_29_memory_that_queued_work_uses_is_not_lent_again(stream: OpenClBackend) -> None:

@@ -92,22 +92,6 @@ def test_every_layer_runs_where_its_weights_lie(sentences: list[str]) -> None:
         assert copied == [[], ["hidden_1", "mask"], ["hidden_2"], ["hidden_4"], ["hidden_5"]]
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_what_a_scheduler_reserves_is_what_it_uses(sentences: list[str], parallel: bool) -> None:
-    with BertEmbedder(devices=[CL, CPU], layers_on={CL: [1, 4]}) as embedder:
-        embedder.embed(sentences[:2])
-        assert embedder._runs.last is not None
-        graph = embedder._runs.last.graph
-        with ggmlb.Scheduler(embedder.backends, parallel=parallel) as scheduler:
-            sizes = scheduler.reserve_size(graph)
-            assert min(sizes) > 0
-            scheduler.reserve(graph)
-            reserved = [scheduler.buffer_size(b) for b in embedder.backends]
-            scheduler.alloc_graph(graph)
-            used = [scheduler.buffer_size(b) for b in embedder.backends]
-        assert sizes == reserved == used
-
-
 # -- weights ---------------------------------------------------------------------------------------
 
 
@@ -183,18 +167,6 @@ def test_plans_of_earlier_batches_serve_again(on_cpu: BertEmbedder, sentences: l
     before = list(on_cpu._runs.values())
     on_cpu.embed(sentences)
     assert set(map(id, on_cpu._runs.values())) == set(map(id, before))
-
-
-def test_plans_share_memory_as_large_as_the_largest_needs(sentences: list[str]) -> None:
-    sizes = []
-    with BertEmbedder(devices=[CL, CPU], layers_on={CL: [1, 4]}) as embedder:
-        for batch in (1, 8, 2, 8):
-            embedder.embed(sentences[:8], batch=batch)
-            assert embedder.scheduler is not None
-            sizes.append([embedder.scheduler.buffer_size(b) for b in embedder.backends])
-            largest = [embedder.scheduler.reserve_size(b.graph) for b in embedder._runs.values()]
-            assert sizes[-1] == [max(of_device) for of_device in zip(*largest, strict=True)]
-    assert sizes[0] < sizes[1] == sizes[2] == sizes[3]
 
 
 def test_plans_are_forgotten_when_there_are_too_many(

@@ -246,29 +246,6 @@ def test_a_broken_backend_is_listed_with_its_reason(tmp_path: Path) -> None:
     assert "│ CPU " in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("pyopencl", "told"),
-    [
-        (
-            "raise ModuleNotFoundError('No module named pyopencl', name='pyopencl')",
-            "OpenCL is not available: .*pip install 'ggmlb\\[opencl\\]'",
-        ),
-        (
-            "raise OSError('libOpenCL.so.1: wrong version')",
-            "OpenCL is broken: .*libOpenCL.so.1: wrong version",
-        ),
-    ],
-    ids=["absent", "broken"],
-)
-def test_absent_and_broken_differ(pyopencl: str, told: str, tmp_path: Path) -> None:
-    (tmp_path / "pyopencl.py").write_text(pyopencl + "\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run("devices", PYTHONPATH=path)
-    assert done.returncode == 0
-    assert re.search(f"^{told}", done.stdout, re.MULTILINE)
-    assert "│ CPU " in done.stdout
-
-
 def test_colours_on_a_terminal() -> None:
     parent, child = pty.openpty()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120"}

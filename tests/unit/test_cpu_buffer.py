@@ -10,7 +10,7 @@ from ggmlb.core.dtypes import DType, can_quantize, quantize
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.graph import Graph
 from ggmlb.interface import tensor_alloc, tensor_copy
-from ggmlb.interface.host import ALIGNMENT, aligned_empty
+from ggmlb.interface.host import aligned_empty
 from ggmlb.interface.registry import cpu_buffer_from_ptr, cpu_buffer_type
 
 DEVICE = backend_reg().devices[0]
@@ -18,13 +18,6 @@ DEVICE = backend_reg().devices[0]
 
 def leaf(dtype=DType.F32, ne=(4, 3)):
     return Context().new_tensor(dtype, ne)
-
-
-@pytest.mark.parametrize("n", [1, 63, 64, 1000, 1 << 21])
-def test_memory_begins_at_a_cache_line(n):
-    memory = aligned_empty(n)
-    assert memory.ctypes.data % ALIGNMENT == 0
-    assert memory.nbytes == n
 
 
 def test_a_buffer_is_flat_host_memory():

@@ -44,36 +44,6 @@ def compute(cpu, y: Tensor, inputs: dict[Tensor, np.ndarray]) -> np.ndarray:
         return y.to_numpy()
 
 
-def test_a_batch_of_matrices_in_several_writes(cpu, buft):
-    blocks = blocks_of(DType.Q8_0, 3, M, K)
-    x = np.random.default_rng(1).standard_normal((3, N, K)).astype(np.float32)
-    with weight(buft, DType.Q8_0, K, M, 3) as w:
-        flat = blocks.reshape(3 * M, -1)
-        cut = M + 7  # across the end of a matrix
-        w.set(flat[:cut])
-        w.set(flat[cut:], offset=cut * flat.shape[1])
-        ctx = Context()
-        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, N, 3)))
-        y = compute(cpu, ctx.mul_mat(w, a), {a: x})
-    expected = x @ dequantize(blocks, DType.Q8_0).transpose(0, 2, 1)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
-
-
-def test_experts(cpu, buft):
-    blocks = blocks_of(DType.Q4_0, 3, M, K)
-    x = np.random.default_rng(2).standard_normal((N, 1, K)).astype(np.float32)
-    chosen = np.array([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]])
-    with weight(buft, DType.Q4_0, K, M, 3) as w:
-        w.set(blocks)
-        ctx = Context()
-        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, 1, N)))
-        ids = ctx.set_input(ctx.new_tensor(DType.I32, (2, N)))
-        y = compute(cpu, ctx.mul_mat_id(w, a, ids), {a: x, ids: chosen})
-    experts = dequantize(blocks, DType.Q4_0)
-    expected = np.stack([[experts[e] @ x[t, 0] for e in chosen[t]] for t in range(N)])
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
-
-
 def test_what_it_cannot_do_is_said(cpu, buft):
     with weight(buft, DType.Q4_0, K, M) as w:
         w.set(blocks_of(DType.Q4_0, M, K))

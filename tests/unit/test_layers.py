@@ -218,25 +218,6 @@ def test_a_wrong_import_is_found(module: str, text: str, why: str) -> None:
     assert why in told
 
 
-@pytest.mark.parametrize(
-    ("module", "text"),
-    [
-        (
-            "ggmlb.core.tensor",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ggmlb.interface import Buffer",
-        ),
-        ("ggmlb.core.tensor", "from ggmlb.core.graph import Graph"),
-        ("ggmlb.backends.cpu.x", "from ggmlb.backends.common.y import z\nimport ggmlb.backends.gpu"),
-        ("ggmlb.backends.cpu.x", "from ggmlb.backends.cpu.y import z"),
-        ("ggmlb.backends.cuda.x", "from ggmlb.parallel.row_split import z"),
-        ("ggmlb.runtime.scheduler.x", "import ggmlb.runtime.alloc\nimport ggmlb.interface\nimport numpy"),
-        ("ggmlb.models.x", "from ggmlb import Context"),
-    ],
-)
-def test_a_right_import_passes(module: str, text: str) -> None:
-    assert faults({**dict.fromkeys(sources(), ""), module: text}) == []
-
-
 def test_the_environment_is_read_in_one_place() -> None:
     readers = [
         m for m, text in sources().items() if "GGMLB_" in text and re.search(r"os\.(environ|getenv)", text)
