@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -169,45 +169,29 @@ def second_step_raises(segment: Any, error: BaseException) -> Iterator[None]:
     segment.steps = steps
 
 
-def test_a_step_that_fails_in_a_capture_leaves_the_stream_usable(stream: CudaBackend) -> None:
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "interrupted"])
+def test_what_ends_a_capture_leaves_the_stream_usable(stream: CudaBackend, is_refused: bool) -> None:
     a, y, graph = chain(stream)
     a.set(ones())
     plan = plan_of(stream, graph)
     stream.graph_plan_compute(plan)
     segment = plan.segments[0]
-    refusal = stream.device.driver.errors[0](900)
-    with (
-        second_step_raises(segment, refusal),
-        pytest.warns(RuntimeWarning, match="not replayed"),
-        pytest.raises(BackendError),
-    ):
-        stream.graph_plan_compute(plan)  # the capture fails, and so does the step by itself
-    y.memset(0)
-    stream.graph_plan_compute(plan)
-    stream.synchronize()
-    assert y.to_numpy()[0] == 3
-    assert segment.why_not is not None
-    other = plan_of(stream, graph)
-    for _ in range(3):
-        stream.graph_plan_compute(other)
-    stream.synchronize()
-    assert other.segments[0].is_captured
-
-
-def test_an_interruption_in_a_capture_leaves_the_stream_usable(stream: CudaBackend) -> None:
-    a, y, graph = chain(stream)
-    a.set(ones())
-    plan = plan_of(stream, graph)
-    stream.graph_plan_compute(plan)
-    segment = plan.segments[0]
-    with second_step_raises(segment, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
-        stream.graph_plan_compute(plan)
+    error = stream.device.driver.errors[0](900) if is_refused else KeyboardInterrupt()
+    told = pytest.warns(RuntimeWarning, match="not replayed") if is_refused else nullcontext()
+    raised = pytest.raises(BackendError if is_refused else KeyboardInterrupt)
+    with second_step_raises(segment, error), told, raised:
+        stream.graph_plan_compute(plan)  # if refused, the capture fails, and so does the step by itself
     y.memset(0)
     for _ in range(2):
         stream.graph_plan_compute(plan)
     stream.synchronize()
     assert y.to_numpy()[0] == 3
-    assert segment.is_captured
+    assert (segment.why_not is not None) == is_refused == (not segment.is_captured)
+    other = plan_of(stream, graph)
+    for _ in range(3):
+        stream.graph_plan_compute(other)
+    stream.synchronize()
+    assert other.segments[0].is_captured
 
 
 def test_a_replay_with_freed_memory_is_refused(stream: CudaBackend) -> None:

@@ -20,17 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_generate_prints_json(model: str, capfd: pytest.CaptureFixture[str]) -> None:
-    args = [
-        "generate",
-        "--model",
-        model,
-        "--prompt-tokens",
-        "1,260,270",
-        "--max-tokens",
-        "5",
-        "--temperature",
-        "0",
-    ]
+    args = ["generate", "--model", model, *["--prompt-tokens", "1,260,270", "-n", "5", "--temperature", "0"]]
     assert main([*args, "--logprobs", "4", "--ignore-eos", "--json", "-d", "CPU"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["prompt_tokens"] == [1, 260, 270] and len(told["tokens"]) == 5
@@ -137,37 +127,25 @@ def test_readmes_quantize_command_takes_readmes_model(
     assert Path("out.gguf").stat().st_size > 1e6
 
 
-def test_layers_split_over_devices_make_the_same_text(model: str, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pyopencl")
-    texts = []
-    for options in (["-d", "CPU"], ["-d", "OpenCL0,CPU", "--gpu-layers", "2"]):
-        args = [
-            "generate",
-            "-m",
-            model,
-            "--prompt-tokens",
-            "1,5,9",
-            "-n",
-            "6",
-            "--temperature",
-            "0",
-            "--json",
-        ]
-        assert main([*args, *options]) == 0
-        texts.append(json.loads(capfd.readouterr().out)["tokens"])
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("size", ["4MiB", "4.5M", "5000000"])
-def test_a_cache_of_experts_makes_the_same_text(
-    size: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kind", "plain", "options"),
+    [
+        ("llama", "-d CPU", "-d OpenCL0,CPU --gpu-layers 2"),
+        *(
+            ("qwen3moe", "-d OpenCL0,CPU --cpu-experts", f"-d OpenCL0,CPU --expert-cache {size}")
+            for size in ("4MiB", "4.5M", "5000000")
+        ),
+    ],
+)
+def test_where_layers_and_experts_lie_changes_no_text(
+    kind: str, plain: str, options: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pyopencl")
-    path = str(write_text_model(tmp_path / "m.gguf", "qwen3moe", "q8_0"))
-    args = ["generate", "-m", path, "--prompt-tokens", "1,5,9", "-n", "4", "--temperature", "0", "--json"]
+    path = str(write_text_model(tmp_path / "m.gguf", kind, *["q8_0"] * (kind != "llama")))
+    args = ["generate", "-m", path, *["--prompt-tokens", "1,5,9", "-n", "4", "--temperature", "0", "--json"]]
     texts = []
-    for options in (["--cpu-experts"], ["--expert-cache", size]):
-        assert main([*args, "-d", "OpenCL0,CPU", *options]) == 0
+    for given in (plain, options):
+        assert main([*args, *given.split()]) == 0
         texts.append(json.loads(capfd.readouterr().out)["tokens"])
     assert texts[0] == texts[1]
 

@@ -7,7 +7,7 @@ import pytest
 
 from ggmlb.core.context import Context
 from ggmlb.core.enums import Status
-from ggmlb.core.errors import GraphError, NotAllocatedError
+from ggmlb.core.errors import GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import alloc_ctx_tensors
@@ -15,18 +15,6 @@ from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.system import env
 from ggmlb.testing.fake import FakeReg
 from tests.support.chain import new_input
-
-
-def test_the_same_graph_again_with_other_inputs(bench):
-    chain = bench.chain()
-    with Scheduler(bench.backends) as sched:
-        sched.alloc_graph(chain.graph)
-        assert sched.n_splits == 4
-        for seed in range(5):
-            x = np.random.default_rng(seed).standard_normal((3, 8)).astype(np.float32)
-            chain.x.set_array(x)
-            assert sched.graph_compute(chain.graph) is Status.SUCCESS
-            np.testing.assert_allclose(chain.y.to_numpy(), chain.expected(x), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("async_copies", [True, False])
@@ -57,24 +45,6 @@ def test_a_fake_device_shows_a_forgotten_wait(bench):
         assert np.isnan(chain.y.to_numpy()).all()
 
 
-def test_two_producers_on_two_devices_and_one_consumer(bench):
-    ctx = Context()
-    x = new_input(ctx, 4, 2)
-    a = ctx.mul_mat(bench.weight(bench.gpu0, 4, 4, name="wa"), x)
-    b = ctx.mul_mat(bench.weight(bench.gpu1, 4, 4, name="wb"), x)
-    y = ctx.add(a, b)
-    graph = Graph().build_forward_expand(y)
-    data = np.random.default_rng(2).standard_normal((2, 4)).astype(np.float32)
-    for where in bench.backends:
-        with Scheduler(bench.backends) as sched:
-            sched.set_tensor_backend(y, where)
-            sched.alloc_graph(graph)
-            x.set_array(data)
-            sched.graph_compute(graph)
-            expected = data @ a.src[0].to_numpy().T + data @ b.src[0].to_numpy().T
-            np.testing.assert_allclose(y.to_numpy(), expected, rtol=2e-5, atol=1e-6)
-
-
 def test_the_users_graph_stays_as_it_is_and_serves_several_schedulers(bench):
     chain = bench.chain()
     before = [(n, n.src) for n in chain.graph.nodes]
@@ -97,19 +67,6 @@ def test_computing_a_graph_that_another_scheduler_has_taken_is_an_error(bench):
         with pytest.raises(GraphError, match="call alloc_graph again"):
             a.graph_compute(chain.graph)
         b.graph_compute(chain.graph)
-
-
-def test_another_graph_takes_the_place_of_the_first(bench):
-    first, second = bench.chain(), bench.chain(2)
-    with Scheduler(bench.backends) as sched:
-        sched.alloc_graph(first.graph)
-        sched.alloc_graph(second.graph)
-        x = np.ones((3, 8), np.float32)
-        second.x.set_array(x)
-        sched.graph_compute(second.graph)
-        np.testing.assert_allclose(second.y.to_numpy(), second.expected(x), rtol=2e-5, atol=1e-6)
-        with pytest.raises(NotAllocatedError):
-            first.y.to_numpy()
 
 
 def test_a_parameter_changed_after_planning_is_seen(bench):

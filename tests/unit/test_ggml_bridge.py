@@ -103,44 +103,26 @@ class OfPeer(Worker):
         )  # fmt: skip
 
 
-def test_a_case_that_ends_its_process_has_failed_and_the_others_run() -> None:
-    worker = OfPeer("CPU")
+@pytest.mark.parametrize(
+    ("cases", "expected"),
+    [
+        ("A(1) DIES(2) B(3) DIES(4)", [("A(1)", OK), ("DIES(2)", FAILED), ("B(3)", OK), ("DIES(4)", FAILED)]),
+        ("HANGS(1) A(2)", [("HANGS(1)", FAILED), ("A(2)", OK)]),
+        ("A(1) A(1) B(2)", [("A(1)", OK), ("B(2)", OK)]),
+        ("LEFT(1) A(2)", [("A(2)", OK), ("LEFT(1)", FAILED)]),
+    ],
+)
+def test_each_case_is_told_once_and_has_failed_unless_it_ends_well(
+    cases: str, expected: list[tuple[str, str]]
+) -> None:
+    worker = OfPeer("CPU", timeout_s=2 if "HANGS" in cases else 60)
     try:
-        outcomes = list(worker.run(["A(1)", "DIES(2)", "B(3)", "DIES(4)"]))
-        assert [(o.case, o.status) for o in outcomes] == [
-            ("A(1)", OK), ("DIES(2)", FAILED), ("B(3)", OK), ("DIES(4)", FAILED),
-        ]  # fmt: skip
-        assert outcomes[1].detail == "ended the process: ggml.c:1: GGML_ASSERT failed; signal 6"
-        assert worker.n_started == 2
+        outcomes = list(worker.run(cases.split()))
+        assert [(o.case, o.status) for o in outcomes] == expected
+        if "DIES" in cases:
+            assert outcomes[1].detail == "ended the process: ggml.c:1: GGML_ASSERT failed; signal 6"
+            assert worker.n_started == 2
         assert list(worker.run(["C(5)"])) == [Outcome("C(5)", OK)]
-    finally:
-        worker.close()
-
-
-def test_a_case_that_does_not_end_has_failed() -> None:
-    worker = OfPeer("CPU", timeout_s=2)
-    try:
-        assert [(o.case, o.status) for o in worker.run(["HANGS(1)", "A(2)"])] == [
-            ("HANGS(1)", FAILED), ("A(2)", OK),
-        ]  # fmt: skip
-    finally:
-        worker.close()
-
-
-def test_cases_of_one_name_are_told_once() -> None:
-    worker = OfPeer("CPU")
-    try:
-        assert list(worker.run(["A(1)", "A(1)", "B(2)"])) == [Outcome("A(1)", OK), Outcome("B(2)", OK)]
-    finally:
-        worker.close()
-
-
-def test_a_case_that_is_not_run_has_failed() -> None:
-    worker = OfPeer("CPU")
-    try:
-        assert [(o.case, o.status) for o in worker.run(["LEFT(1)", "A(2)"])] == [
-            ("A(2)", OK), ("LEFT(1)", FAILED),
-        ]  # fmt: skip
     finally:
         worker.close()
 

@@ -64,6 +64,17 @@ def test_threads_import_a_backend_once(write_backend: Write) -> None:
 
 # -- what cannot be used ---------------------------------------------------------------------------
 
+
+def stub(arguments: str) -> str:
+    """Return the source of a backend that is a `StubReg`."""
+    return f"""
+        from ggmlb import BackendUnavailable
+        from tests.support.stub_backend import StubReg
+        def backend_reg():
+            return StubReg({arguments})
+        """
+
+
 ABSENT = {
     "on_import": (
         '    from ggmlb import BackendUnavailable; raise BackendUnavailable("no driver")',
@@ -82,23 +93,8 @@ ABSENT = {
         """,
         "no card",
     ),
-    "devices": (
-        """
-        from ggmlb import BackendUnavailable
-        from tests.support.stub_backend import StubReg
-        def backend_reg():
-            return StubReg("Bad", error=BackendUnavailable("driver too old"))
-        """,
-        "driver too old",
-    ),
-    "no_devices": (
-        """
-        from tests.support.stub_backend import StubReg
-        def backend_reg():
-            return StubReg("Bad", {{}})
-        """,
-        "found no device",
-    ),
+    "devices": (stub('"Bad", error=BackendUnavailable("driver too old")'), "driver too old"),
+    "no_devices": (stub('"Bad", {{}}'), "found no device"),
 }
 
 BROKEN = {
@@ -108,11 +104,7 @@ BROKEN = {
     "no_factory": ("    x = 1", r"exports no backend_reg\(\)"),
     "none": ("    def backend_reg(): pass", "returned None; it must return a ggmlb.BackendReg"),
     "version": (
-        """
-        from tests.support.stub_backend import StubReg
-        def backend_reg():
-            return StubReg("Bad", api_version=99)
-        """,
+        stub('"Bad", api_version=99'),
         f"written for API version 99; this ggmlb has API version {API_VERSION}",
     ),
     "version_first": ("    class backend_reg: api_version = 99", "written for API version 99"),
@@ -167,14 +159,7 @@ BROKEN = {
         """,
         "whose name is None; it must be str",
     ),
-    "priority": (
-        """
-        from tests.support.stub_backend import StubReg
-        def backend_reg():
-            return StubReg("Bad", priority="high")
-        """,
-        "whose priority is 'high'; it must be int",
-    ),
+    "priority": (stub('"Bad", priority="high"'), "whose priority is 'high'; it must be int"),
     "no_device": (
         """
         from tests.support.stub_backend import StubReg
@@ -186,29 +171,14 @@ BROKEN = {
         "lists 'Bad0' as a device",
     ),
     "device_type": (
-        """
-        from tests.support.stub_backend import StubReg
-        def backend_reg():
-            return StubReg("Bad", {{"Bad0": "a type"}})
-        """,
+        stub('"Bad", {{"Bad0": "a type"}}'),
         "the type of its device Bad0 is 'a type'; it must be a member of ggmlb.DeviceType",
     ),
     "device_type_name": (
-        """
-        from tests.support.stub_backend import StubReg
-        def backend_reg():
-            return StubReg("Bad", {{"Bad0": "GPU"}})
-        """,
+        stub('"Bad", {{"Bad0": "GPU"}}'),
         "the type of its device Bad0 is 'GPU'; it must be a member of ggmlb.DeviceType",
     ),
-    "devices": (
-        """
-        from tests.support.stub_backend import StubReg
-        def backend_reg():
-            return StubReg("Bad", error=OSError("boom"))
-        """,
-        "listing its devices failed: OSError: boom",
-    ),
+    "devices": (stub('"Bad", error=OSError("boom")'), "listing its devices failed: OSError: boom"),
 }
 
 
