@@ -187,6 +187,21 @@ def test_the_graph_before_loses_its_places_but_not_those_that_somebody_else_gave
             y.to_numpy()
 
 
+def test_a_parameter_changed_in_place_makes_new_plans_and_keeps_data(world):
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(DType.F32, (8, 4)))
+    y = ctx.set_output(ctx.scale(ctx.mul_mat(world.weights[0, 8, 0], x), 2.0))
+    graph = Graph().build_forward_expand(y)
+    with Scheduler(world.backends) as sched:
+        sched.alloc_graph(graph)
+        x.set_array(np.ones((4, 8)))
+        sched.graph_compute(graph)
+        before = y.to_numpy()
+        y.params["scale"] = 6.0
+        sched.graph_compute(graph)
+        np.testing.assert_allclose(y.to_numpy(), 3 * before, rtol=1e-6)
+
+
 def test_a_freed_weight_and_a_moved_one_are_noticed(world):
     graph, x, _ = world.build(Recipe(), None)
     w = world.weights[0, 8, 0]
