@@ -96,6 +96,13 @@ def test_a_split_model_is_one(tmp_path: Path) -> None:
     assert len(file.parts) == 3
 
 
+def test_a_representation_raises_nothing(tmp_path: Path) -> None:
+    for value in ("\x1b[31mred", "x" * 1000, 3, Typed(STRING, struct.pack("<Q", 2) + b"\xff\xfe")):
+        told = repr(opened(tmp_path, {"general.architecture": value}, {"a": F32}))
+        assert told.isprintable()
+        assert len(told) < 160
+
+
 # -- metadata of a certain type ------------------------------------------------------------------
 
 

@@ -260,7 +260,7 @@ ARRAYS = st.sampled_from(["f4", "f2", "f8", "i1", "i2", "i4", "i8"]).flatmap(lam
 @given(
     st.dictionaries(TEXTS.filter(bool), NUMBERS, max_size=6),
     st.dictionaries(TEXTS.filter(lambda name: len(name.encode()) < 64), ARRAYS, max_size=4),
-    st.sampled_from([None, 1, 32, 256]),
+    st.sampled_from([None, 1, 32, 256, np.uint32(64)]),
 )
 def test_anything_that_is_written_is_read(
     metadata: dict[str, Any], tensors: dict[str, np.ndarray], alignment: int | None
@@ -272,6 +272,8 @@ def test_anything_that_is_written_is_read(
         path = Path(folder) / "m.gguf"
         save_gguf(path, metadata, tensors)
         file = open_gguf(path)
+        assert file.alignment == (alignment or 32)
+        assert all(t.offset % file.alignment == 0 for t in file.values())
         assert list(file.metadata) == list(metadata)
         for key, value in metadata.items():
             np.testing.assert_equal(plain(file.metadata[key]), plain(value))
