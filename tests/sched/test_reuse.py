@@ -38,6 +38,7 @@ class Recipe:
     weight: int = 0
     where: int = 0
     mean: bool = False
+    product: bool = False
     is_output: bool = False
     twice: bool = False
     inplace: bool = False
@@ -56,6 +57,7 @@ recipes = st.builds(
     weight=st.integers(0, 1),
     where=st.integers(0, 2),
     mean=st.booleans(),
+    product=st.booleans(),
     is_output=st.booleans(),
     twice=st.booleans(),
     inplace=st.booleans(),
@@ -91,7 +93,7 @@ class World:
             c.set_output(h)
         part = c.view_1d(h, r.width, r.offset * h.nb[1])
         y = c.scale_bias(part, r.scale, r.bias)
-        y = c.add(y, y if r.twice else part)
+        y = (c.mul if r.product else c.add)(y, y if r.twice else part)
         y = c.sqr_inplace(y) if r.inplace else c.sqr(y)
         y = c.mean(y) if r.mean else c.silu(y)
         if r.dtype is not DType.F32:
@@ -110,8 +112,8 @@ class World:
 
 CHANGES = {
     "width": 16, "rows": 6, "dtype": DType.F16, "scale": 2.5, "bias": -0.0, "offset": 1, "weight": 1,
-    "where": 1, "mean": True, "is_output": True, "twice": True, "inplace": True, "request": 1,
-    "usage": BufferUsage.ANY,
+    "where": 1, "mean": True, "product": True, "is_output": True, "twice": True, "inplace": True,
+    "request": 1, "usage": BufferUsage.ANY,
 }  # fmt: skip
 
 
@@ -139,6 +141,20 @@ def test_each_change_makes_another_executable(world, field, parallel):
             with Scheduler(world.backends) as fresh:
                 expected = world.compute(fresh, each, seed)
             assert world.compute(sched, each, seed) == expected
+            assert n_executables(sched) == n
+
+
+def test_a_change_after_many_nodes_makes_another_executable(world):
+    def graph(dtype: str) -> Graph:
+        c = Context()
+        y = c.set_input(c.new_tensor(DType.F32, (8,)))
+        for _ in range(99):
+            y = c.silu(y)
+        return Graph().build_forward_expand(c.cast(y, dtype))
+
+    with Scheduler(world.backends) as sched:
+        for dtype, n in (("f16", 1), ("bf16", 2), ("f16", 2)):
+            sched.split_graph(graph(dtype))
             assert n_executables(sched) == n
 
 
