@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.common.workspace import Workspace
-from ggmlb.backends.cpu.lowering import CpuLowering
-from ggmlb.backends.cpu.plan import CpuPlan
-from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.cpu.lowering import RULES
+from ggmlb.backends.cpu.plan import CpuLowering, CpuPlan
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.core.enums import DeviceType, Status, as_enum
 from ggmlb.core.graph import Graph
@@ -172,6 +172,7 @@ class FakeBackend(Backend):
         self._queue: deque[Callable[[], object]] = deque()
         self._workspace = Workspace(aligned_empty)
         self._threads = Threads(1)
+        self._kinds: Kinds[Any] = Kinds()
         self.n_queued = 0
 
     def enqueue(self, label: str, work: Callable[[], object]) -> None:
@@ -196,7 +197,7 @@ class FakeBackend(Backend):
         self._run_until(self.n_queued)
 
     def _plan(self, graph: Graph) -> GraphPlan:
-        return CpuPlan(self, graph, CpuLowering(self._workspace, self._threads))
+        return CpuPlan(self, graph, CpuLowering(self._kinds, self._workspace, self._threads))
 
     def _compute(self, plan: GraphPlan) -> Status:
         assert isinstance(plan, CpuPlan)

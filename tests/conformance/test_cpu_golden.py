@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ggmlb.backends.cpu import tiling
-from ggmlb.backends.cpu.lowering import CpuLowering
+from ggmlb.backends.common.kinds import Kinds
+from ggmlb.backends.cpu import lowering
+from ggmlb.backends.cpu.lowering import NodeLowering
 from ggmlb.core.enums import Status
 from ggmlb.runtime.alloc import GraphAllocator, alloc_ctx_tensors
 from tests.support.golden import CASES, POISON
@@ -60,11 +61,12 @@ def test_results_in_the_memory_of_their_operands(case, cpu):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_small_tiles_over_threads(case, cpu, monkeypatch):
-    monkeypatch.setattr(CpuLowering, "tile", 50)
-    monkeypatch.setattr(CpuLowering, "weight_tile", 700)
-    monkeypatch.setattr(CpuLowering, "parallel_work", 0)
-    monkeypatch.setattr(CpuLowering, "parallel_call", 0)
-    monkeypatch.setattr(tiling, "LEAST_ITEMS", 0)
+    monkeypatch.setattr(NodeLowering, "tile", 50)
+    monkeypatch.setattr(NodeLowering, "weight_tile", 700)
+    monkeypatch.setattr(NodeLowering, "parallel_work", 0)
+    monkeypatch.setattr(NodeLowering, "parallel_call", 0)
+    monkeypatch.setattr(lowering, "LEAST_ITEMS", 0)
+    monkeypatch.setattr(cpu.device, "kinds", Kinds())
     built = case.build()
     allocator = place_sharing_memory(built, cpu)
     assert cpu.graph_compute(built.graph) is Status.SUCCESS

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ggmlb.backends.common.rules import FLOATS, Rules, in_rows, operands
-from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.cpu.lowering import RULES
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError

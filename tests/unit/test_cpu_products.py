@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cpu import backend_reg
-from ggmlb.backends.cpu.lowering import CpuLowering
+from ggmlb.backends.cpu.lowering import NodeLowering
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.graph import Graph
@@ -17,7 +18,8 @@ ROWS = [1, 7, 40, 300]  # a vector, few rows, some, and as many as are cut among
 
 @pytest.fixture
 def cpu(monkeypatch):
-    monkeypatch.setattr(CpuLowering, "parallel_work", 0)
+    monkeypatch.setattr(NodeLowering, "parallel_work", 0)
+    monkeypatch.setattr(backend_reg().devices[0], "kinds", Kinds())
     with backend_reg().devices[0].init_backend({"n_threads": 3}) as backend:
         yield backend
 

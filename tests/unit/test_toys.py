@@ -116,7 +116,7 @@ def toy(p: Program) -> None:
 OP_RULE = '''
 
 @RULES.rule(Op.TOY, operands(FLOATS))
-def toy(lw: CpuLowering, t: Tensor) -> None:
+def toy(lw: NodeLowering, t: Tensor) -> None:
     """The square, and a little more."""
     more = t.params["more"]
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from ggmlb.backends.common.workspace import Workspace
 from ggmlb.backends.cpu.blas import one_blas_thread
-from ggmlb.backends.cpu.lowering import CpuLowering
-from ggmlb.backends.cpu.plan import CpuPlan
+from ggmlb.backends.cpu.plan import CpuLowering, CpuPlan
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
@@ -30,6 +29,7 @@ class CpuBackend(Backend):
     """
 
     guid = "ggmlb-cpu-numpy"
+    device: CpuDevice
 
     def __init__(self, device: CpuDevice, n_threads: int) -> None:
         super().__init__(device)
@@ -58,7 +58,7 @@ class CpuBackend(Backend):
         self._plans.clear()
 
     def _plan(self, graph: Graph) -> GraphPlan:
-        return CpuPlan(self, graph, CpuLowering(self._workspace, self._threads))
+        return CpuPlan(self, graph, CpuLowering(self.device.kinds, self._workspace, self._threads))
 
     def _compute(self, plan: GraphPlan) -> Status:
         # Infinities and NaN are valid values of a graph, used in masks.

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.common.rules import Rules
 from ggmlb.backends.cpu.float_buffer import FloatBufferType
-from ggmlb.backends.cpu.rules import RULES
 from ggmlb.core.arguments import checked
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.tensor import Tensor, spanned
@@ -26,7 +26,11 @@ from ggmlb.system.process import n_cpus
 
 
 class CpuDevice(Device):
-    """The processor that Python runs on."""
+    """The processor that Python runs on.
+
+    Attributes:
+        kinds: The calls that its streams have lowered, by kind of node.
+    """
 
     name = "CPU"
     type = DeviceType.CPU
@@ -34,6 +38,7 @@ class CpuDevice(Device):
 
     def __init__(self, reg: CpuReg) -> None:
         self._reg = reg
+        self.kinds: Kinds[Any] = Kinds()
         self._buffer_type = HostBufferType(self, "CPU", ALIGNMENT)
         self._mapped_buffer_type = HostBufferType(self, "CPU_Mapped", MAPPED_ALIGNMENT)
         self._float_buffer_type = FloatBufferType(self)
@@ -98,9 +103,9 @@ class CpuDevice(Device):
 
     @cached_property
     def _rules(self) -> Rules[Any]:
-        import ggmlb.backends.cpu.ops  # noqa: F401 (fills the table)
+        import ggmlb.backends.cpu.ops  # fills the table
 
-        return RULES
+        return ggmlb.backends.cpu.lowering.RULES
 
     def supports_buft(self, buft: BufferType) -> bool:
         """Any host memory, of other devices too, and the extra buffer types."""

@@ -1,264 +1,191 @@
-"""CpuLowering: reading of operands, scratch, and emission of steps (NumPy calls) for rules."""
+"""Lowering of one kind of node: a rule views operands, takes scratch, and emits calls on these views.
+
+A view names its memory by number, so that the calls serve all nodes of a kind (`common.kinds`); a plan binds
+them to the memory of each (`CpuPlan`). So functions that a rule emits get views as arguments, and hold none.
+
+A kernel that is emitted as `tiled` runs over tiles of its operands, with conversions at the tiles' edges.
+Consecutive kernels that can be tiled alike are grouped: all of them run over the first tile, then over
+the second, so that intermediate results stay in cache and threads need no synchronization in between.
+Grouping depends on addresses, and is left to the plan; a kernel in one tile is its calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-import ggmlb.backends.cpu.ops  # noqa: F401 (fills the table of rules)
-from ggmlb.backends.cpu import casts, recipes
-from ggmlb.backends.cpu.products import product
-from ggmlb.backends.cpu.rules import RULES
-from ggmlb.backends.cpu.tiling import TiledGroup, TileStage
-from ggmlb.backends.cpu.views import View, aligned
+from ggmlb.backends.common.rules import ANY, BLOCKS, FLOATS, Rules
+from ggmlb.backends.common.workspace import Array
+from ggmlb.backends.cpu import kernels
+from ggmlb.backends.cpu.views import View, broadcast, merged, piece, tiles
+from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import NO_OPS
-from ggmlb.core.errors import BackendError, UnsupportedOpError
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import UnsupportedOpError
 from ggmlb.core.tensor import Tensor
+from ggmlb.interface import BufferType
 
-if TYPE_CHECKING:
-    from ggmlb.backends.common.workspace import Array, Workspace
-    from ggmlb.backends.cpu.threads import Threads
-    from ggmlb.backends.cpu.views import ViewSource
-
-Step = Callable[[], Any]
-"""A call with everything bound."""
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments: views, which become arrays, and constants."""
 
 Kernel = Callable[..., Any]
 """`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32, `y` perhaps the memory of an `x`."""
 
-_UNKNOWN: Final = recipes.Recipe([], [])
+Scratch = Callable[[tuple[int, ...]], View]
+"""Takes scratch of a shape."""
+
+Range = tuple[int, int]
+"""First address, and end address."""
+
+PLAIN: Final = ANY - BLOCKS
+"""Types of which each element can be moved by itself."""
+
+STORED: Final = frozenset(filter(dtypes.can_quantize, ANY))
+"""Types that are written: all but the blocks that need an importance matrix."""
+
+VALUES: Final = FLOATS | BLOCKS
+"""Types of weights: floats and blocks."""
+
+CALLBACKS: Final = frozenset({Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM})
+"""Ops that are lowered each time, because nothing kept may refer to the user's function and its data."""
+
+MAX_CONSTANTS: Final = 1 << 20
+"""Size of constant arrays beyond which a node's calls are not kept [bytes]."""
+
+LEAST_ITEMS = 1 << 14
+"""Items per tile below which a kernel is not worth cutting."""
+
+_FLOAT32 = np.dtype(np.float32)
 
 
-class CpuLowering:
-    """Lowers nodes to steps over arrays, in tiles that fit in the L2 cache.
-
-    Args:
-        workspace: Scratch memory.
-        threads: Run the tiles of big nodes.
+@dataclass(frozen=True, slots=True, eq=False)
+class Lowered:
+    """The calls of a kind of node.
 
     Attributes:
-        tile: Items of the largest operand per tile, so that a tile and its scratch stay in the cache.
+        steps: Calls, lists of calls for several threads, and kernels that may join a group of tiles.
+        scratch: Sizes of the pieces of scratch [bytes]; their memory is numbered from `len(node.src) + 1` on.
+        is_kept: Whether they may be kept.
+    """
+
+    steps: list[Call | list[list[Call]] | TileStage]
+    scratch: list[int]
+    is_kept: bool
+
+
+def lower(node: Tensor, n_threads: int) -> Lowered:
+    """Lower a node by its rule.
+
+    Raises:
+        UnsupportedOpError: The rules decline it.
+    """
+    why = RULES.declines(node)
+    if why is not None:
+        raise UnsupportedOpError(f"cannot lower {node.describe()}: {why}")
+    lw = NodeLowering(node, n_threads)
+    RULES[node.op](lw, node)
+    is_kept = node.op not in CALLBACKS and lw.constants_nbytes <= MAX_CONSTANTS
+    return Lowered(lw.steps, lw.scratch_nbytes, is_kept)
+
+
+class NodeLowering:
+    """What a rule sees: views of the operands of a node, and scratch; collects the calls.
+
+    Args:
+        node: The node; its memory is number 0, its operands' are numbers from 1 on.
+        n_threads: Threads of the backend, among which big nodes are divided.
+
+    Attributes:
+        tile: Items of the largest operand per tile, so that a tile and its scratch stay in the L2 cache.
         weight_tile: Values of a weight, or of keys and values, that are held as float32 at a time.
         parallel_work: Additions below which waking a thread does not pay: about 0.1 ms.
         parallel_call: Additions of a call over all threads, below which threading does not pay.
+        steps, scratch_nbytes: As in `Lowered`.
+        constants_nbytes: Size of the constant arrays among the arguments [bytes].
     """
 
-    keeps_no_memory = True
     tile = 1 << 17
     weight_tile = 1 << 19
     parallel_work = 1 << 19
     parallel_call = 1 << 17
 
-    def __init__(self, workspace: Workspace, threads: Threads) -> None:
-        self._workspace = workspace
-        self._threads = threads
-        self._steps: list[Step] = []
-        self._counts: list[int] = []
-        self._group: TiledGroup | None = None
-        self._group_node = 0
-        self._addresses: dict[ViewSource, int] = {}
-        self._recipes: dict[recipes.Key, recipes.Recipe | None] = {}
-        self._taken: list[Array] = []
-
-    def lower(self, nodes: Iterable[Tensor]) -> tuple[list[Step], list[int]]:
-        """Return the steps that compute the nodes, and how many of them each node has.
-
-        Raises:
-            UnsupportedOpError: The rules decline a node.
-        """
-        self._steps, self._counts = [], []
-        try:
-            for node in nodes:
-                self._counts.append(0)
-                if node.op not in NO_OPS and not node.is_empty:
-                    if self._group is None:
-                        self._workspace.restart()
-                    self._lower(node)
-            self._flush()
-        finally:
-            self._recipes.clear()  # their functions keep this lowering
-        steps, self._steps = self._steps, []  # which may call this lowering: a cycle would hold the memory
-        return steps, self._counts
-
-    def _lower(self, node: Tensor) -> None:
-        """Lower a node by the recipe of a similar one, or by its rule, recording a recipe."""
-        recipe = None
-        if self._group is None and node.buffer is not None:
-            try:
-                key = recipes.key_of(node)
-                recipe = self._recipes.get(key, _UNKNOWN)
-            except (TypeError, ValueError):  # a parameter that cannot be compared
-                pass
-        if recipe is None:
-            self._follow_rule(node)
-        elif recipe is not _UNKNOWN:
-            steps = recipes.follow(recipe, node, [self._workspace.reserve(n) for n in recipe.scratch])
-            self._steps += steps
-            self._counts[-1] += len(steps)
-        else:
-            n_steps, self._taken = len(self._steps), []
-            self._follow_rule(node)
-            is_done = self._group is None
-            self._recipes[key] = recipes.write(node, self._steps[n_steps:], self._taken) if is_done else None
-
-    def _follow_rule(self, node: Tensor) -> None:
-        why = RULES.declines(node)
-        if why is not None:
-            raise UnsupportedOpError(f"cannot lower {node.describe()}: {why}")
-        RULES[node.op](self, node)
-
-    # -- steps -------------------------------------------------------------------------------------
-
-    def emit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Append a call to the plan."""
-        self._flush()
-        self._steps.append(partial(fn, *args, **kwargs) if args or kwargs else fn)
-        self._counts[-1] += 1
-
-    def emit_parallel(self, lists: Sequence[Sequence[Step]]) -> None:
-        """Append lists of steps that may run at the same time."""
-        self._flush()
-        self._append(lists, len(self._counts) - 1)
-
-    def _append(self, lists: Sequence[Sequence[Step]], node: int) -> None:
-        steps = lists[0] if len(lists) == 1 else [partial(self.run_parallel, lists)]
-        self._steps += steps
-        self._counts[node] += len(steps)
-
-    def _emit_stage(self, stage: TileStage) -> None:
-        """Add a stage to the current group, or begin a new group."""
-        if self._group is None or not self._group.accepts(stage):
-            self._flush()
-            self._group = TiledGroup(self, stage)
-        self._group_node = len(self._counts) - 1
-        if self._group.is_closed:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Append the steps of the pending group, counted for the node of its last stage."""
-        group, self._group = self._group, None
-        if group is not None:
-            self._append(group.lists(), self._group_node)
-
-    def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return a C-contiguous scratch array, valid for the steps of this node."""
-        array = self._workspace.take(shape, dtype)
-        self._taken.append(array)
-        return array
-
-    def product(self, y: View, a: View, b: View) -> None:
-        """Emit `y = b @ a.T` for each matrix of a batch.
-
-        Args:
-            y: Float32, `[n3 r3, n2 r2, n, m]`.
-            a: Of any type, `[n3, n2, m, k]`; repeats over the batch. If it is not float32, or not in a layout
-                that BLAS takes, it goes through scratch, some rows at a time.
-            b: Float32 in a layout that BLAS takes, `[n3 r3, n2 r2, n, k]`.
-        """
-        if 0 not in y.shape:
-            product(self, y, a, b)
+    def __init__(self, node: Tensor, n_threads: int) -> None:
+        operands = (node, *node.src)
+        self._n_operands = len(operands)
+        self._numbers = dict(zip(reversed(operands), reversed(range(len(operands))), strict=True))
+        self._n_threads = n_threads
+        self.steps: list[Call | list[list[Call]] | TileStage] = []
+        self.scratch_nbytes: list[int] = []
+        self.constants_nbytes = 0
 
     # -- operands ----------------------------------------------------------------------------------
 
-    def bind(self, view: View) -> Array:
-        """Return the array of a view."""
-        memory, _, item, offset, shape, strides = view
-        return np.ndarray(shape, item, memory.base, offset, strides)
+    def view(self, t: Tensor) -> View:
+        """View an operand or the node itself in four dimensions, `ne` reversed; quantised rows as bytes."""
+        assert t.buffer is not None  # the backend checked the graph
+        buft, dtype, nb = t.buffer.buft, t.dtype, t.nb
+        if type(buft).stored_layout is not BufferType.stored_layout:
+            dtype, nb = buft.stored_layout(t)
+        return View.lay(self._numbers[t], dtype, 0, t.ne, nb)
 
-    def address(self, view: View) -> int:
-        """Return the address of a view's first item, to compare views."""
-        memory = view.buffer
-        if memory not in self._addresses:
-            self._addresses[memory] = memory.base.ctypes.data
-        return self._addresses[memory] + view.offset
+    def scratch(
+        self, shape: tuple[int, ...], item: np.dtype[Any] = _FLOAT32, dtype: DType = DType.F32
+    ) -> View:
+        """View packed scratch memory, valid for the steps of this node."""
+        self.scratch_nbytes.append(prod(shape) * item.itemsize)
+        return View.packed(self._n_operands + len(self.scratch_nbytes) - 1, shape, item, dtype)
 
-    def view(self, array: Array, dtype: DType = DType.F32) -> View:
-        """View a C-contiguous array, scratch or constant, as an operand of type `dtype`."""
-        return View(_Held(array), dtype, array.dtype, 0, array.shape, array.strides)
+    def constant(self, array: Array) -> View:
+        """View an array that is the same for all nodes of the kind."""
+        self.constants_nbytes += array.nbytes
+        return View.packed(array.reshape(-1).view(np.uint8), array.shape, array.dtype)
 
-    def array(self, t: Tensor) -> Array:
-        """Return the tensor's memory in four dimensions, `ne` reversed; BF16 as `uint16`, blocks as bytes."""
-        return self.bind(View.of(t))
+    def f32(self, x: View) -> View:
+        """Return the values as float32: the memory itself, or scratch that a step fills."""
+        return x if x.type is DType.F32 else self._copied(x)
 
-    def packed(self, t: Tensor) -> View:
-        """Return a packed view of the values: the memory, or float32 scratch filled by a step."""
-        view = View.of(t)
-        if view.is_packed():
-            return view
-        values = self.view(self.scratch(t.ne[::-1]))
-        self.copy(values, view)
-        return values
+    def packed_f32(self, x: View) -> View:
+        """Return the values as packed float32: the memory itself, or scratch that a step fills."""
+        return x if x.type is DType.F32 and x.is_packed() else self._copied(x)
 
-    def f32(self, t: Tensor) -> Array:
-        """Return the values as float32, `ne` reversed: the memory, or scratch filled by a step."""
-        load = casts.loader(t.dtype)
-        x = self.array(t)
-        if load is None:
-            return x
-        values = self.scratch(t.ne[::-1])
-        self.emit(load, values, x)
-        return values
+    def blas_f32(self, x: View) -> View:
+        """Return float32 matrices that BLAS takes: the memory itself, or scratch that a step fills."""
+        return x if x.is_blas_matrix() else self._copied(x)
 
-    def out_f32(self, t: Tensor) -> Array:
-        """Return a float32 array for the result, `ne` reversed: its memory, or scratch; see `store`."""
-        return self.array(t) if t.dtype == DType.F32 else self.scratch(t.ne[::-1])
+    def _copied(self, x: View) -> View:
+        y = self.scratch(x.value_shape())
+        self.copy(y, x)
+        return y
 
-    def store(self, t: Tensor, y: Array) -> None:
-        """Emit the conversion of `y`, from `out_f32(t)`, into the tensor's memory, if one is needed."""
-        store = casts.storer(t.dtype)
-        if store is not None:
-            self.emit(store, self.array(t), y)
+    def out_f32(self, t: Tensor) -> View:
+        """Return float32 memory for the result: its own, or scratch; see `store`."""
+        return self.view(t) if t.dtype is DType.F32 else self.scratch(t.ne[::-1])
 
-    # -- rows by index: steps ----------------------------------------------------------------------
+    def store(self, t: Tensor, y: View) -> None:
+        """Emit the conversion of `y`, from `out_f32(t)`, into the result, if one is needed."""
+        if t.dtype is not DType.F32:
+            self.copy(self.view(t), y)
 
-    def check_index(self, index: Array, n: int) -> None:
-        """Raise BackendError for a row number that is not in `range(n)`."""
-        if index.size and not (index.min() >= 0 and index.max() < n):
-            raise BackendError(f"row numbers from {index.min()} to {index.max()} for a tensor of {n} rows")
+    # -- steps -------------------------------------------------------------------------------------
 
-    def take(self, y: Array, x: Array, index: Array, axis: int) -> None:
-        """`y[.., i, ..] = x[.., index[i], ..]` along one axis, by an index that is known to fit."""
-        np.take(x, index, axis=axis, out=y, mode="clip")  # without a temporary
+    def emit(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Append a call; arguments that are views become arrays."""
+        for arg in args:
+            if isinstance(arg, np.ndarray):
+                self.constants_nbytes += arg.nbytes
+        self.steps.append((fn, args))
 
-    def take_rows(self, y: Array, x: Array, index: Array) -> None:
-        """`y[.., i] = x[.., index[.., i]]` in each matrix of a batch."""
-        self.check_index(index, x.shape[2])
-        if x.shape[:2] != (1, 1):
-            y[...] = x[(*_batch(*x.shape[:2]), index)]
-        elif x.flags.c_contiguous and y.flags.c_contiguous:
-            np.take(x[0, 0], index[0, 0], axis=0, out=y[0, 0], mode="clip")
+    def emit_parallel(self, lists: Sequence[list[Call]]) -> None:
+        """Append lists of calls that may run at the same time."""
+        if len(lists) == 1:
+            self.steps += lists[0]
         else:
-            y[0, 0] = x[0, 0][index[0, 0]]
-
-    def put_rows(self, y: Array, x: Array, index: Array) -> None:
-        """`y[.., index[.., i]] = x[.., i]`; `index` repeats over the batch."""
-        self.check_index(index, y.shape[2])
-        if x.shape[:2] == (1, 1):
-            y[0, 0][index[0, 0]] = x[0, 0]
-        else:
-            i3, i2 = _batch(*x.shape[:2])
-            index = index[i3[..., 0] % index.shape[0], i2[..., 0] % index.shape[1]]
-            y[i3, i2, index] = x
-
-    def add_rows(self, y: Array, x: Array, index: Array) -> None:
-        """`y[index[i]] += x[i]` for matrices, and rows that may repeat.
-
-        Adds the first of each repeated row, then the second, ...: `add.at` takes ten times as long.
-        """
-        self.check_index(index, len(y))
-        order = index.argsort(kind="stable")
-        rows = index[order]
-        starts = np.flatnonzero(np.diff(rows, prepend=-1))
-        counts = np.diff(starts, append=rows.size)
-        for i in range(counts.max(initial=0)):
-            here = starts[counts > i] + i
-            y[rows[here]] += x[order[here]]
-
-    # -- tiles -------------------------------------------------------------------------------------
+            self.steps.append(list(lists))
 
     def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
         """Emit `kernel(y, *x, *scratch)` over all elements; sources repeat over the result's shape.
@@ -270,9 +197,9 @@ class CpuLowering:
             scratch: Number of scratch arrays of the kernel.
             work: Cost of the kernel per element, in additions, to decide on threads.
         """
-        inner = int(out.dtype.is_quantized or any(s.dtype.is_quantized for s in src))
-        views = [View.of(s) for s in src]
-        self.tiled(kernel, View.of(out), *views, inner=inner, scratch=scratch, work=work)
+        views = [self.view(t) for t in (out, *src)]
+        inner = int(any([v.type.is_quantized for v in views]))
+        self.tiled(kernel, *views, inner=inner, scratch=scratch, work=work)
 
     def rowwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
         """Emit `kernel(y, *x, *scratch)` over rows: as `elementwise`, but rows (axis -1) stay whole.
@@ -280,7 +207,7 @@ class CpuLowering:
         Sources and result have the same number of rows; the lengths of their rows may differ. Scratch
         arrays are like the first source.
         """
-        self.tiled(kernel, View.of(out), *(View.of(s) for s in src), inner=1, scratch=scratch, work=work)
+        self.tiled(kernel, *[self.view(t) for t in (out, *src)], inner=1, scratch=scratch, work=work)
 
     def tiled(
         self,
@@ -312,21 +239,34 @@ class CpuLowering:
         """
         if 0 in out.shape:
             return
-        views = aligned([out, *src], inner)
-        self._emit_stage(
-            TileStage(self, kernel, views, whole, inner, scratch, work, least, one_call, convert)
-        )
+        views = merged(broadcast([out, *src], inner), inner)
+        n_items = max([prod(v.shape) for v in views])
+        n_workers = self.workers(work * n_items, None if one_call else n_items)
+        n_tiles = -(-n_items // self.tile)  # enough to keep within the limit
+        n_tiles = -(-n_tiles // n_workers) * n_workers  # and the same number for each worker
+        if least > 1:
+            most = max(1, views[0].shape[0] // least)
+            n_tiles = n_tiles if n_tiles <= most else max(most // n_workers * n_workers, 1)
+        casts: list[kernels.Cast | None] = [None] * len(views)
+        if convert:
+            casts = [kernels.storer(out.type), *[kernels.loader(v.type) for v in src]]
+        stage = TileStage(kernel, views, whole, casts, inner, scratch, n_items, n_tiles, n_workers, least)
+        group = TiledGroup(stage)
+        if group.is_closed:
+            self.emit_parallel(group.lists(self.scratch))
+        else:
+            self.steps.append(stage)
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""
         inner = int(dst.type.is_quantized or src.type.is_quantized)
-        if dst.type == src.type or casts.is_plain(dst.type, src.type):
-            self.tiled(casts.copy, dst, src, convert=False)
-        elif dst.type == DType.F32 and dst.is_packed():
-            load = casts.loader(src.type) or casts.copy
-            self.tiled(load, dst, src, inner=inner, work=casts.CAST, convert=False)
+        if dst.type is src.type or kernels.is_plain(dst.type, src.type):
+            self.tiled(kernels.copy, dst, src, convert=False)
+        elif dst.type is DType.F32 and dst.is_packed():
+            load = kernels.loader(src.type) or kernels.copy
+            self.tiled(load, dst, src, inner=inner, work=kernels.CAST, convert=False)
         else:
-            self.tiled(casts.copy, dst, src, inner=inner, work=casts.CAST)
+            self.tiled(kernels.copy, dst, src, inner=inner, work=kernels.CAST)
 
     def workers(self, work: int, call: int | None = None) -> int:
         """Return the number of threads for so many additions, of which one call does `call` (default all).
@@ -334,20 +274,157 @@ class CpuLowering:
         All threads only if calls are long, because a thread waits for the GIL after each call.
         """
         is_long = call is None or call >= self.parallel_call
-        return self._threads.n if is_long and work >= self.parallel_work else 1
-
-    def run_parallel(self, lists: Sequence[Sequence[Step]]) -> None:
-        """Run lists of steps at the same time, one per thread."""
-        self._threads.run(lists)
+        return self._n_threads if is_long and work >= self.parallel_work else 1
 
 
-def _batch(n3: int, n2: int) -> tuple[Array, Array]:
-    """Return indices of all matrices of a batch, to combine with row indices."""
-    return np.arange(n3)[:, None, None], np.arange(n2)[None, :, None]
+RULES: Final[Rules[Callable[[NodeLowering, Tensor], Any]]] = Rules()
+"""The reference for every op, filled by the modules of `ops`."""
 
 
-class _Held:
-    """Memory of a view outside of buffers."""
+@dataclass(slots=True, eq=False)
+class TileStage:
+    """An uncut kernel with its operands, the result first.
 
-    def __init__(self, array: Array) -> None:
-        self.base = array.reshape(-1).view(np.uint8)
+    Attributes:
+        kernel: What to run on each tile.
+        views: Result and sources, equal in all extents but those of the last `inner` dimensions.
+        whole: Operands that every tile reads whole.
+        casts: Conversions of `views`, or `None`: from the result, to the sources.
+        inner: How many dimensions are never cut.
+        n_scratch: How many scratch arrays the kernel wants; they are like the first source.
+        n_items: Items of the largest view.
+        n_tiles: How many tiles, if it is by itself.
+        n_workers: Over how many threads to spread it, if it is by itself.
+        least: The least extent of a tile in the first dimension.
+    """
+
+    kernel: Kernel
+    views: list[View]
+    whole: Sequence[View]
+    casts: list[kernels.Cast | None]
+    inner: int
+    n_scratch: int
+    n_items: int
+    n_tiles: int
+    n_workers: int
+    least: int
+
+    @property
+    def n(self) -> int:
+        """Extent of the dimension that is cut."""
+        return self.views[0].shape[0]
+
+    @property
+    def n_slots(self) -> int:
+        """Number of scratch arrays, those for converted tiles included."""
+        return self.n_scratch + len(self.casts) - self.casts.count(None)
+
+    def bound(self, bind: Callable[[View], View]) -> TileStage:
+        """Return the stage with other memory."""
+        return replace(self, views=[*map(bind, self.views)], whole=[*map(bind, self.whole)])
+
+    def cut(self, bounds: Sequence[int]) -> list[list[View]]:
+        """Cut the first dimension at the bounds."""
+        parts = [((a, b - a),) for a, b in itertools.pairwise(bounds)]
+        return [[piece(v, part) for v in self.views] for part in parts]
+
+    def add_calls(self, calls: list[Call], tile: list[View], slots: Sequence[View]) -> None:
+        """Append the loads, the kernel and the store of a tile."""
+        free = iter(slots)
+        args = list(tile)
+        for i, cast in enumerate(self.casts):
+            if cast is not None:
+                args[i] = next(free).first(tile[i].value_shape())
+                if i:
+                    calls.append((cast, (args[i], tile[i])))
+        like = tile[:2][-1].value_shape()
+        scratch = [next(free).first(like) for _ in range(self.n_scratch)]
+        calls.append((self.kernel, (*args, *self.whole, *scratch)))
+        store = self.casts[0]
+        if store is not None:
+            calls.append((store, (tile[0], args[0])))
+
+
+class TiledGroup:
+    """Stages that run in order on each tile, with shared scratch.
+
+    The first stage decides how all are cut: where its first dimension is. Another can join if its own first
+    dimension can be cut at the same fractions, and if no tile of it touches memory of another tile.
+    """
+
+    def __init__(self, stage: TileStage) -> None:
+        self.stages = [stage]
+        self._bounds: list[int] | None = None
+        if stage.n_tiles == 1:
+            self._tiles = [[stage.views]]
+        elif stage.n_tiles <= stage.n:
+            self._bounds = [i * stage.n // stage.n_tiles for i in range(stage.n_tiles + 1)]
+            self._tiles = [stage.cut(self._bounds)]
+        else:  # the first dimension is too short
+            self._tiles = [tiles(stage.views, stage.inner, NodeLowering.tile)]
+        self._ranges: list[list[list[Range]]] | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no other stage can join."""
+        return self._bounds is None
+
+    def accepts(self, stage: TileStage) -> bool:
+        """Add the stage, if it can run on a tile directly after the earlier stages; all are bound."""
+        if self._bounds is None:
+            return False
+        n_tiles, own = len(self._bounds) - 1, self.stages[0].n
+        if not LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * NodeLowering.tile * n_tiles:
+            return False
+        if stage.n // n_tiles < stage.least or any(b * stage.n % own for b in self._bounds):
+            return False
+        cut = stage.cut([b * stage.n // own for b in self._bounds])
+        if self._ranges is None:
+            self._ranges = [_ranges(self.stages[0], self._tiles[0])]
+        out, *_src = ranges = _ranges(stage, cut)
+        for written, *read in self._ranges:
+            if any(_meet(r, written) for r in ranges) or any(_meet(out, r) for r in read):
+                return False
+        self._ranges.append(ranges)
+        self._tiles.append(cut)
+        self.stages.append(stage)
+        return True
+
+    def lists(self, scratch: Scratch) -> list[list[Call]]:
+        """Return the calls of each worker; tiles go round.
+
+        Args:
+            scratch: Takes as many arrays for each worker, as large, as any stage wants.
+        """
+        n_tiles = len(self._tiles[0])
+        n = 1 if n_tiles == 1 else min(n_tiles, max(stage.n_workers for stage in self.stages))
+        n_slots = max([s.n_slots for s in self.stages])
+        shape = (max([prod(v.value_shape()) for cut in self._tiles for tile in cut for v in tile]),)
+        slots = [[scratch(shape) for _ in range(n_slots)] for _ in range(n)]
+        lists: list[list[Call]] = [[] for _ in range(n)]
+        for i in range(n_tiles):
+            for stage, cut in zip(self.stages, self._tiles, strict=True):
+                stage.add_calls(lists[i % n], cut[i], slots[i % n])
+        return lists
+
+
+def _ranges(stage: TileStage, cut: list[list[View]]) -> list[list[Range]]:
+    """By operand and tile, the addresses that the tile touches."""
+    by_tile = [[_range(v) for v in tile] for tile in cut]
+    whole = [[_range(v)] * len(cut) for v in stage.whole]
+    return [list(ranges) for ranges in zip(*by_tile, strict=True)] + whole
+
+
+def _range(view: View) -> Range:
+    start = view.memory.__array_interface__["data"][0] + view.offset
+    return start, start + view.extent()
+
+
+def _meet(a: list[Range], b: list[Range]) -> bool:
+    """Whether a tile of one operand shares memory with another tile of the other.
+
+    Tiles follow each other in memory, so that neighbours tell for all.
+    """
+    if a[-1][1] <= b[0][0] or b[-1][1] <= a[0][0]:
+        return False
+    return any(a[i][1] > b[i + 1][0] or b[i][1] > a[i + 1][0] for i in range(len(a) - 1))

@@ -1,20 +1,148 @@
-"""CpuPlan: a list of bound NumPy calls."""
+"""CpuPlan: a list of bound NumPy calls; CpuLowering: binds the calls of each kind of node to its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from operator import length_hint
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
+
+import ggmlb.backends.cpu.ops  # noqa: F401 (fills the table of rules)
+from ggmlb.backends.common.kinds import Kinds, Operands, operands_of
+from ggmlb.backends.common.workspace import Array, Workspace
+from ggmlb.backends.cpu.lowering import CALLBACKS, Call, Lowered, TiledGroup, TileStage, lower
+from ggmlb.backends.cpu.threads import Threads
+from ggmlb.backends.cpu.views import View
 from ggmlb.core.enums import NO_OPS, Status
 from ggmlb.core.errors import AllocationError, BackendError, Error
 from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Command, GraphPlan
 
-if TYPE_CHECKING:
-    from ggmlb.backends.cpu.lowering import CpuLowering, Step
+Step = Callable[[], Any]
+"""A call with everything bound."""
+
+Memory = list[tuple[Array, int]]
+"""Of each number that views name, the memory and where in it the operand begins [bytes]."""
+
+
+class CpuLowering:
+    """Lowers nodes to steps: each kind by its rule once, each node by binding views to its memory.
+
+    Args:
+        kinds: What the device has lowered.
+        workspace: Scratch memory.
+        threads: Run the tiles of big nodes.
+    """
+
+    def __init__(self, kinds: Kinds[Lowered], workspace: Workspace, threads: Threads) -> None:
+        self._kinds = kinds
+        self._workspace = workspace
+        self._threads = threads
+        self._steps: list[Step] = []
+        self._counts: list[int] = []
+        self._group: TiledGroup | None = None
+        self._group_node = 0
+
+    def lower(self, nodes: Iterable[Tensor]) -> tuple[list[Step], list[int]]:
+        """Return the steps that compute the nodes, and how many of them each node has.
+
+        Raises:
+            UnsupportedOpError: The rules decline a node.
+        """
+        self._kinds.make_room()
+        nodes = list(nodes)
+        tensors_of = [operands_of(node) for node in nodes]
+        operands = Operands(tensors_of, self._kinds, lambda buffers: dict.fromkeys(buffers, 0))
+        bases = {b: b.base for b in {*operands.buffers}}
+        memory: Memory = [(bases[b], start) for b, start in zip(operands.buffers, operands.addresses)]  # noqa: B905
+        memory.append((None, 0))  # of absent operands
+        self._steps, self._counts = [], []
+        for node, tensors in zip(nodes, tensors_of, strict=True):
+            self._counts.append(0)
+            if tensors:
+                numbers = list(map(operands.numbers.__getitem__, tensors))
+                lowered = self._lowered(node, numbers, operands)
+                if self._group is None:
+                    self._workspace.restart()
+                self._bind(lowered, [memory[i] for i in numbers])
+        self._flush()
+        return self._steps, self._counts
+
+    def _lowered(self, node: Tensor, numbers: list[int], operands: Operands) -> Lowered:
+        """Return the calls of a node's kind, lowered now if there are none."""
+        if node.op in CALLBACKS:
+            return lower(node, self._threads.n)
+        kind = (self._threads.n, *operands.kind(node, numbers))
+        found = self._kinds.lowered.get(kind)
+        if found is None:
+            found = lower(node, self._threads.n)
+            if found.is_kept:
+                self._kinds.lowered[kind] = found
+        return found
+
+    def _bind(self, lowered: Lowered, memory: Memory) -> None:
+        """Append the steps of a node, given the memory of its operands."""
+        memory += [self._workspace.reserve(n) for n in lowered.scratch]
+        for step in lowered.steps:
+            if isinstance(step, TileStage):
+                self._join(step.bound(partial(_placed, memory)))
+            else:
+                if self._group is not None:
+                    self._flush()
+                self._append(step, memory, len(self._counts) - 1)
+
+    def _append(self, step: Call | list[list[Call]], memory: Memory, node: int) -> None:
+        """Append a call, or lists of calls for several threads, counted for a node."""
+        if isinstance(step, list):
+            lists = [[_step(call, memory) for call in calls] for calls in step]
+            self._steps.append(partial(self._threads.run, lists))
+        else:
+            self._steps.append(_step(step, memory))
+        self._counts[node] += 1
+
+    def _join(self, stage: TileStage) -> None:
+        """Add a stage to the current group, or begin a new group."""
+        if self._group is None or not self._group.accepts(stage):
+            self._flush()
+            self._group = TiledGroup(stage)
+        self._group_node = len(self._counts) - 1
+
+    def _flush(self) -> None:
+        """Append the steps of the pending group, counted for the node of its last stage."""
+        group, self._group = self._group, None
+        if group is not None:
+            lists = group.lists(self._scratch)
+            for step in lists[0] if len(lists) == 1 else [lists]:
+                self._append(step, [], self._group_node)
+
+    def _scratch(self, shape: tuple[int, ...]) -> View:
+        array = self._workspace.take(shape)
+        return View.packed(array.view(np.uint8), shape, array.dtype)
+
+
+def _step(call: Call, memory: Memory) -> Step:
+    """Bind a call to memory."""
+    fn, args = call
+    bound = []
+    for arg in args:
+        if type(arg) is View:
+            base, start = memory[arg.memory] if type(arg.memory) is int else (arg.memory, 0)
+            arg = np.ndarray(arg.shape, arg.item, base, start + arg.offset, arg.strides)
+        bound.append(arg)
+    return partial(fn, *bound)
+
+
+def _placed(memory: Memory, view: View) -> View:
+    """Return a view with its memory in place of the number."""
+    if type(view.memory) is not int:
+        return view
+    base, start = memory[view.memory]
+    return View(base, view.type, view.item, start + view.offset, view.shape, view.strides)
 
 
 class CpuPlan(GraphPlan):

@@ -1,46 +1,42 @@
 """View: the memory layout of an operand, with broadcasting, merging and cutting.
 
-All is done on plain tuples; arrays are made at the end.
-Shapes and strides are in NumPy order, strides in bytes.
+A view names its memory by number, as rules see it, until a plan binds it. Shapes and strides are in NumPy
+order, strides in bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from types import EllipsisType
+from typing import Any
 
 import numpy as np
 
 from ggmlb.backends.common import strided
 from ggmlb.core.dtypes import DType
-from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
+from ggmlb.core.tensor import Ne, contiguous_nb
 
 _ITEMS = {d: np.dtype(np.uint16) if d is DType.BF16 else d.numpy for d in DType}
 
-
-class ViewSource(Protocol):
-    """What a view looks at: a `Buffer`, or scratch (see `CpuLowering.view`)."""
-
-    @property
-    def base(self) -> Any:
-        """The memory, a flat uint8 array."""
+Index = int | slice | EllipsisType | None
 
 
-class View(NamedTuple):
+@dataclass(slots=True, eq=False)
+class View:
     """A strided window on memory.
 
     Attributes:
-        buffer: Where the data lies.
+        memory: Number of an operand or piece of scratch of a node; a flat array of bytes once it is bound.
         type: What the items mean. A quantised type is seen as rows of bytes, BF16 as `uint16`.
         item: NumPy dtype of the items.
-        offset: Of the first item in the buffer [bytes].
+        offset: Of the first item in the memory [bytes].
         shape: NumPy order.
         strides: NumPy order [bytes].
     """
 
-    buffer: ViewSource
+    memory: Any
     type: DType
     item: np.dtype[Any]
     offset: int
@@ -48,14 +44,7 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, t: Tensor) -> View:
-        """View a placed tensor in four dimensions, `ne` reversed; quantised rows as their bytes."""
-        assert t.buffer is not None  # the backend checked the graph
-        dtype, nb = t.buffer.stored_layout(t)
-        return cls.lay(t.buffer, dtype, t.offset, t.ne, nb)
-
-    @classmethod
-    def lay(cls, buffer: ViewSource, dtype: DType, offset: int, ne: Ne, nb: Ne | None = None) -> View:
+    def lay(cls, memory: Any, dtype: DType, offset: int, ne: Ne, nb: Ne | None = None) -> View:
         """View memory as a tensor of that type, with extents `ne`, and strides `nb` or none but packed."""
         if nb is None:
             nb = contiguous_nb(dtype, ne)
@@ -63,21 +52,86 @@ class View(NamedTuple):
         if dtype.block_size > 1:
             shape = (*shape[:3], dtype.row_size(ne[0]))
             strides = (*strides[:3], 1)
-        return _view(cls, (buffer, dtype, _ITEMS[dtype], offset, shape, strides))
+        return cls(memory, dtype, _ITEMS[dtype], offset, shape, strides)
+
+    @classmethod
+    def packed(
+        cls, memory: Any, shape: tuple[int, ...], item: np.dtype[Any], dtype: DType = DType.F32
+    ) -> View:
+        """View memory as items that lie side by side in order, from its beginning on."""
+        return cls(memory, dtype, item, 0, shape, packed_strides(shape, item.itemsize))
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
         """Return another window on the same memory, `offset` bytes further on."""
-        return _view(View, (self[0], self[1], self[2], self[3] + offset, shape, strides))
+        return View(self.memory, self.type, self.item, self.offset + offset, shape, strides)
+
+    def first(self, shape: tuple[int, ...]) -> View:
+        """Return the first items of packed memory, in that shape."""
+        return self.reshaped(shape, packed_strides(shape, self.item.itemsize))
+
+    def reshape(self, *shape: int) -> View:
+        """Return the view in another shape, as `numpy.reshape`, but never a copy.
+
+        Raises:
+            ValueError: Its items do not lie so that they can be seen in that shape.
+        """
+        if -1 in shape:
+            others = -prod(shape)
+            shape = tuple([prod(self.shape) // others if n == -1 else n for n in shape])
+        if 0 in shape:
+            return self.first(shape)
+        (flat,) = merged([self])
+        runs = list(zip(flat.shape, flat.strides, strict=True))
+        left, step = 1, self.item.itemsize
+        strides = []
+        for n in reversed(shape):
+            if left == 1 and n != 1 and runs:
+                left, step = runs.pop()
+            if left % n:
+                raise ValueError(f"items {self.shape} with strides {self.strides} cannot be seen as {shape}")
+            strides.append(step)
+            left, step = left // n, step * n
+        return self.reshaped(shape, tuple(reversed(strides)))
 
     def transposed(self, *axes: int) -> View:
         """Return the view with its axes in another order, as `numpy.transpose`."""
         return self.reshaped(tuple([self.shape[a] for a in axes]), tuple([self.strides[a] for a in axes]))
+
+    def swapaxes(self, a: int, b: int) -> View:
+        """Return the view with two axes exchanged, as `numpy.swapaxes`."""
+        axes = list(range(len(self.shape)))
+        axes[a], axes[b] = axes[b], axes[a]
+        return self.transposed(*axes)
 
     def cut(self, axis: int, start: int, count: int) -> View:
         """Return `count` items from `start` on along one axis."""
         shape = list(self.shape)
         shape[axis] = count
         return self.reshaped(tuple(shape), self.strides, start * self.strides[axis])
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> View:
+        """Return a part of the view, as of an array."""
+        parts = list(index) if isinstance(index, tuple) else [index]
+        n_missing = len(self.shape) - sum([i is not None and i is not ... for i in parts])
+        at = parts.index(...) if ... in parts else len(parts)
+        parts[at : at + 1] = [slice(None)] * n_missing
+        shape, strides, offset, axis = [], [], 0, 0
+        for i in parts:
+            if i is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            n, stride = self.shape[axis], self.strides[axis]
+            axis += 1
+            if isinstance(i, slice):
+                start, stop, step = i.indices(n)
+                shape.append(len(range(start, stop, step)))
+                strides.append(step * stride)
+                offset += start * stride if shape[-1] else 0
+            else:
+                assert isinstance(i, int)
+                offset += range(n)[i] * stride
+        return self.reshaped(tuple(shape), tuple(strides), offset)
 
     def split(self, axis: int, period: int) -> View:
         """Return the view with one axis split in two, the second of extent `period`."""
@@ -94,12 +148,24 @@ class View(NamedTuple):
     def is_packed(self) -> bool:
         """Whether the items lie side by side in order."""
         packed = packed_strides(self.shape, self.item.itemsize)
-        return self.strides == packed or all(
-            n == 1 or stride == p for n, stride, p in zip(self.shape, self.strides, packed, strict=True)
+        return all(
+            [n == 1 or stride == p for n, stride, p in zip(self.shape, self.strides, packed, strict=True)]
         )
 
+    def is_blas_matrix(self) -> bool:
+        """Whether BLAS takes the last two dimensions as they lie: float32, one of them without gaps."""
+        (rows, columns), (row, column) = self.shape[-2:], self.strides[-2:]
+        return self.type is DType.F32 and (
+            (column == 4 and row >= columns * 4) or (row == 4 and column >= rows * 4)
+        )
 
-@lru_cache(4096)
+    def value_shape(self) -> tuple[int, ...]:
+        """The shape in elements; a view of blocks counts bytes in its last dimension."""
+        if not self.type.is_quantized:
+            return self.shape
+        return (*self.shape[:-1], self.shape[-1] // self.type.type_size * self.type.block_size)
+
+
 def packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """The strides of items that lie side by side in order."""
     strides = []
@@ -109,21 +175,29 @@ def packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-_view = tuple.__new__  # of the fields in order: half the time of the constructor, for what is made most
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
-
-Layouts = tuple[Layout, ...]
-
-
 def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
     """Repeat views over the extents of the first, without a copy; all results have equal extents.
 
     An extent of 1 repeats with stride 0. Where an extent divides the first view's (ggml's broadcasting),
     the dimension is split in two in all views. The last `inner` dimensions stay as they are.
     """
-    return _relaid(views, _broadcast(_layouts(views), inner))
+    full = views[0].shape
+    n_outer = len(full) - inner
+    if all([v.shape[:n_outer] == full[:n_outer] for v in views]):
+        return list(views)
+    parts: list[tuple[list[int], list[int]]] = [([], []) for _ in views]
+    for d in range(n_outer):
+        n = full[d]
+        extents = [v.shape[d] for v in views]
+        period = next((m for m in extents if m not in (1, n)), n)
+        for (shape, strides), m, v in zip(parts, extents, views, strict=True):
+            stride = 0 if m == 1 else v.strides[d]
+            if period != n:
+                shape.append(n // period)
+                strides.append(period * stride if m == n else 0)
+            shape.append(period)
+            strides.append(stride)
+    return [_outer(v, n_outer, *part) for v, part in zip(views, parts, strict=True)]
 
 
 def merged(views: Sequence[View], inner: int = 0) -> list[View]:
@@ -132,101 +206,38 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
     The views must agree in all extents but those of the last `inner` dimensions. At least one outer
     dimension remains.
     """
-    return _relaid(views, _merged(_layouts(views), inner))
+    n_outer = len(views[0].shape) - inner
+    shape, strides = strided.merged(
+        views[0].shape[:n_outer][::-1], [v.strides[:n_outer][::-1] for v in views]
+    )
+    if not shape:
+        shape, strides = [1], [[0] for _ in views]
+    return [_outer(v, n_outer, shape[::-1], s[::-1]) for v, s in zip(views, strides, strict=True)]
 
 
-def aligned(views: Sequence[View], inner: int = 0) -> list[View]:
-    """Broadcast, then merge."""
-    return _relaid(views, _aligned(_layouts(views), inner))
+def grouped(a: View, *others: View) -> list[View]:
+    """Make one matrix of all rows that meet the same weights: dimensions that `a` does not have.
 
-
-def grouped(views: Sequence[View]) -> list[View]:
-    """Make one matrix of all rows that meet the same weights: dimensions that the first view does not have.
-
-    The first is `[n3, n2, m, k]`; it repeats over the others, `[n3 r3, n2 r2, rows, columns]`. It is returned
+    `a` is `[n3, n2, m, k]`; it repeats over the others, `[n3 r3, n2 r2, rows, columns]`. It is returned
     as `[n3, n2, 1.., m, k]`, the others as `[n3, n2, .., rows, columns]`.
     """
-    return _relaid(views, _grouped(_layouts(views)))
-
-
-def _layouts(views: Sequence[View]) -> Layouts:
-    return tuple([(v.shape, v.strides) for v in views])
-
-
-def _relaid(views: Sequence[View], layouts: Layouts) -> list[View]:
+    n3, n2 = a.shape[:2]
+    repeats = [(v.shape[0] // n3, v.shape[1] // n2) for v in others]  # over the rows of each matrix
+    rows = [v.reshaped((*r, *v.shape[2:]), v.strides) for v, r in zip(others, repeats, strict=True)]
+    joined = merged(rows, 1)
+    extra = [0] * (len(joined[0].shape) - 2)
     return [
-        _view(View, (buffer, dtype, item, offset, *layout))
-        for (buffer, dtype, item, offset, _, _), layout in zip(views, layouts, strict=True)
+        a.reshaped((n3, n2, *[1 for _ in extra], *a.shape[2:]), (*a.strides[:2], *extra, *a.strides[2:])),
+        *[
+            v.reshaped((n3, n2, *j.shape), (r3 * v.strides[0], r2 * v.strides[1], *j.strides))
+            for v, j, (r3, r2) in zip(others, joined, repeats, strict=True)
+        ],
     ]
 
 
-# Layouts are few and come again for every layer of a model, so what is worked out on them is kept.
-
-
-@lru_cache(1 << 14)
-def _broadcast(layouts: Layouts, inner: int) -> Layouts:
-    full = layouts[0][0]
-    n_outer = len(full) - inner
-    if all(shape[:n_outer] == full[:n_outer] for shape, _ in layouts):
-        return layouts
-    parts: list[tuple[list[int], list[int]]] = [([], []) for _ in layouts]
-    for d in range(n_outer):
-        n = full[d]
-        extents = [shape[d] for shape, _ in layouts]
-        period = next((m for m in extents if m not in (1, n)), n)
-        for (shape, strides), m, layout in zip(parts, extents, layouts, strict=True):
-            stride = 0 if m == 1 else layout[1][d]
-            if period != n:
-                shape.append(n // period)
-                strides.append(period * stride if m == n else 0)
-            shape.append(period)
-            strides.append(stride)
-    return tuple(
-        ((*shape, *layout[0][n_outer:]), (*strides, *layout[1][n_outer:]))
-        for layout, (shape, strides) in zip(layouts, parts, strict=True)
-    )
-
-
-@lru_cache(1 << 14)
-def _aligned(layouts: Layouts, inner: int) -> Layouts:
-    return _merged(_broadcast(layouts, inner), inner)
-
-
-@lru_cache(1 << 14)
-def _merged(layouts: Layouts, inner: int) -> Layouts:
-    n_outer = len(layouts[0][0]) - inner
-    shape, strides = strided.merged(
-        layouts[0][0][:n_outer][::-1], [strides[:n_outer][::-1] for _, strides in layouts]
-    )
-    if not shape:
-        shape, strides = [1], [[0] for _ in layouts]
-    return tuple(
-        ((*shape[::-1], *layout[0][n_outer:]), (*s[::-1], *layout[1][n_outer:]))
-        for layout, s in zip(layouts, strides, strict=True)
-    )
-
-
-@lru_cache(1 << 14)
-def _grouped(layouts: Layouts) -> Layouts:
-    (shape, strides), *others = layouts
-    n3, n2 = shape[:2]
-    rows = []  # r3, r2, rows | columns, of each matrix
-    outer = []  # the steps from matrix to matrix
-    for (e3, e2, *extents), (s3, s2, *steps) in others:
-        r3, r2 = e3 // n3, e2 // n2
-        rows.append(((r3, r2, *extents), (s3, s2, *steps)))
-        outer.append((r3 * s3, r2 * s2))
-    joined = _merged(tuple(rows), 1)
-    n_extra = len(joined[0][0]) - 2
-    weight = (n3, n2, *(1,) * n_extra, *shape[2:]), (*strides[:2], *(0,) * n_extra, *strides[2:])
-    return (weight, *(((n3, n2, *e), (*o, *s)) for o, (e, s) in zip(outer, joined, strict=True)))
-
-
-def is_blas_matrix(view: View) -> bool:
-    """Whether BLAS takes the last two dimensions as they lie: one of them without gaps."""
-    (rows, columns), (row, column) = view.shape[-2:], view.strides[-2:]
-    item = view.item.itemsize
-    return (column == item and row >= columns * item) or (row == item and column >= rows * item)
+def _outer(view: View, n_outer: int, shape: Sequence[int], strides: Sequence[int]) -> View:
+    """Replace the first dimensions of a view."""
+    return view.reshaped((*shape, *view.shape[n_outer:]), (*strides, *view.strides[n_outer:]))
 
 
 Cut = tuple[tuple[int, int], ...]

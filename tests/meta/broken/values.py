@@ -8,8 +8,7 @@ import numpy as np
 
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
-from ggmlb.backends.cpu.lowering import CpuLowering
-from ggmlb.backends.cpu.plan import CpuPlan
+from ggmlb.backends.cpu.plan import CpuLowering, CpuPlan
 from ggmlb.core.enums import NO_OPS, Op, Status
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor, contiguous_nb, layout_of
@@ -36,7 +35,7 @@ class WrongBackend(CpuBackend):
         """What happens to memory once a node is computed."""
 
     def _plan(self, graph: Any) -> Any:
-        lowering = CpuLowering(self._workspace, self._threads)
+        lowering = CpuLowering(self.device.kinds, self._workspace, self._threads)
         right = lowering.lower
         lowering.lower = lambda nodes: right([self.node(n) if n.op not in NO_OPS else n for n in nodes])
         return CpuPlan(self, graph, lowering)

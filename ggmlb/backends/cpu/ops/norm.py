@@ -1,22 +1,18 @@
-"""Normalisation of rows, and of groups of channels."""
+"""Normalisation of rows and of groups of channels, and its gradient."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggmlb.backends.common.rules import FLOATS, operands
-from ggmlb.backends.cpu.products import row_dot, row_sum
-from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.common.workspace import Array
+from ggmlb.backends.cpu.kernels import row_dot, row_sum
+from ggmlb.backends.cpu.lowering import RULES, Kernel, NodeLowering
 from ggmlb.backends.cpu.views import View
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.common.workspace import Array
-    from ggmlb.backends.cpu.lowering import CpuLowering, Kernel
 
 WORK = 4
 """Of a norm per element, in additions."""
@@ -43,13 +39,13 @@ def rsqrt(total: Array, n: int, eps: float) -> Array:
 
 
 @RULES.rule(Op.NORM, operands(FLOATS))
-def norm(lw: CpuLowering, t: Tensor) -> None:
+def norm(lw: NodeLowering, t: Tensor) -> None:
     """`(x - mean(x)) / sqrt(variance(x) + eps)` per row."""
     lw.rowwise(normalise(t.ne[0], t.params["eps"]), t, *t.sources, work=WORK)
 
 
 @RULES.rule(Op.RMS_NORM, operands(FLOATS))
-def rms_norm(lw: CpuLowering, t: Tensor) -> None:
+def rms_norm(lw: NodeLowering, t: Tensor) -> None:
     """`x / sqrt(mean(x^2) + eps)` per row."""
     eps, n = t.params["eps"], t.ne[0]
 
@@ -60,7 +56,7 @@ def rms_norm(lw: CpuLowering, t: Tensor) -> None:
 
 
 @RULES.rule(Op.L2_NORM, operands(FLOATS))
-def l2_norm(lw: CpuLowering, t: Tensor) -> None:
+def l2_norm(lw: NodeLowering, t: Tensor) -> None:
     """`x / max(sqrt(sum(x^2)), eps)` per row."""
     eps = t.params["eps"]
 
@@ -72,13 +68,14 @@ def l2_norm(lw: CpuLowering, t: Tensor) -> None:
 
 
 @RULES.rule(Op.GROUP_NORM, operands(FLOATS))
-def group_norm(lw: CpuLowering, t: Tensor) -> None:
+def group_norm(lw: NodeLowering, t: Tensor) -> None:
     """`norm` over groups of channels (dimension 2); the last group may have fewer."""
     n_channels, plane = t.ne[2], t.ne[0] * t.ne[1]
     per_group = -(-n_channels // t.params["n_groups"])
     (a,) = t.sources
-    result, x = View.of(t), lw.packed(a)
-    y = result if result.is_packed() else lw.view(lw.scratch(t.ne[::-1]))
+    result, x = lw.view(t), lw.view(a)
+    x = x if x.is_packed() else lw.packed_f32(x)
+    y = result if result.is_packed() else lw.scratch(t.ne[::-1])
     whole = n_channels // per_group * per_group
     for start, n, size in ((0, whole, per_group), (whole, n_channels - whole, n_channels - whole)):
         if n:
@@ -98,3 +95,18 @@ def _groups(view: View, start: int, n: int, size: int) -> View:
         (n_channels * channel, size * channel, item),
         start * channel,
     )
+
+
+@RULES.rule(Op.RMS_NORM_BACK, operands(FLOATS, FLOATS))
+def rms_norm_back(lw: NodeLowering, t: Tensor) -> None:
+    """`(dy - x sum(x dy) / (sum(x^2) + n eps)) / sqrt(mean(x^2) + eps)` per row."""
+    eps, n = t.params["eps"], t.ne[0]
+
+    def kernel(dx: Array, dy: Array, x: Array, tmp: Array) -> None:
+        square = row_dot(x, x) / n + eps
+        along = row_dot(x, dy) / (n * square)
+        np.multiply(x, along, out=tmp)
+        np.subtract(dy, tmp, out=tmp)
+        np.multiply(tmp, square**-0.5, out=dx)
+
+    lw.rowwise(kernel, t, *t.sources, scratch=1, work=2)

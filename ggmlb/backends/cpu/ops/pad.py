@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggmlb.backends.common.rules import has_elements, operands, same_types
-from ggmlb.backends.cpu.rules import PLAIN, RULES
+from ggmlb.backends.cpu.lowering import PLAIN, RULES, NodeLowering
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cpu.lowering import CpuLowering
 
 Run = tuple[slice, slice]
 
@@ -29,9 +25,9 @@ def _has_elements(node: Tensor) -> str | None:
     return has_elements(node) if node.params["circular"] else None
 
 
-def _assemble(lw: CpuLowering, t: Tensor, runs: Iterable[list[Run]]) -> None:
+def _assemble(lw: NodeLowering, t: Tensor, runs: Iterable[list[Run]]) -> None:
     """Emit the copies of all blocks; `runs` by dimension, dimension 0 first."""
-    y, x = lw.array(t), lw.array(t.sources[0])
+    y, x = lw.view(t), lw.view(t.sources[0])
     for block in product(*reversed(list(runs))):
         lw.emit(np.copyto, y[tuple(to for to, _ in block)], x[tuple(of for _, of in block)])
 
@@ -60,18 +56,18 @@ def _mirrored(n: int, left: int, right: int) -> list[Run]:
 
 
 @RULES.rule(Op.PAD, _types, same_types, _has_elements)
-def pad(lw: CpuLowering, t: Tensor) -> None:
+def pad(lw: NodeLowering, t: Tensor) -> None:
     """`a` between zeros, or, if `circular`, between copies of itself."""
     ne, left = t.sources[0].ne, t.params["left"]
     if t.params["circular"]:
         _assemble(lw, t, [_around(n, -p, length) for n, p, length in zip(ne, left, t.ne, strict=True)])
         return
-    lw.emit(lw.array(t).fill, 0)
+    lw.emit(np.ndarray.fill, lw.view(t), 0)
     _assemble(lw, t, [[(slice(p, p + n), slice(0, n))] for n, p in zip(ne, left, strict=True)])
 
 
 @RULES.rule(Op.PAD_REFLECT_1D, _types, same_types)
-def pad_reflect_1d(lw: CpuLowering, t: Tensor) -> None:
+def pad_reflect_1d(lw: NodeLowering, t: Tensor) -> None:
     """Rows mirrored at their ends."""
     n, *others = t.sources[0].ne
     runs = _mirrored(n, t.params["left"], t.params["right"])
@@ -79,6 +75,6 @@ def pad_reflect_1d(lw: CpuLowering, t: Tensor) -> None:
 
 
 @RULES.rule(Op.ROLL, _types, same_types)
-def roll(lw: CpuLowering, t: Tensor) -> None:
+def roll(lw: NodeLowering, t: Tensor) -> None:
     """`y[i] = a[i - shift]` in each dimension, round the ends."""
     _assemble(lw, t, [_around(n, -shift, n) for n, shift in zip(t.ne, t.params["shifts"], strict=True)])

@@ -3,54 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggmlb.backends.common.rules import F32, FLOATS, operands
-from ggmlb.backends.cpu.ops.patches import Axis, as_f32, each_tap, fold, padded, windows
-from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.common.workspace import Array
+from ggmlb.backends.cpu.lowering import RULES, NodeLowering
+from ggmlb.backends.cpu.ops.conv import Axis, each_tap, fold, padded, windows
 from ggmlb.backends.cpu.views import View
 from ggmlb.core.enums import Op, OpPool
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.common.workspace import Array
-    from ggmlb.backends.cpu.lowering import CpuLowering
 
 LOWEST = float(np.finfo(np.float32).min)
 """What padding counts as in a maximum; no maximum is below."""
 
 
 @RULES.rule(Op.POOL_1D, operands(FLOATS, out=F32))
-def pool_1d(lw: CpuLowering, t: Tensor) -> None:
+def pool_1d(lw: NodeLowering, t: Tensor) -> None:
     """Along rows; a mean is that of the elements that there are under the window."""
     (a,), p = t.sources, t.params
     axis = Axis(a.ne[0], p["k0"], t.ne[0], p["s0"], p["p0"])
     first = np.arange(axis.places) * axis.stride - axis.padding
     count = np.minimum(first + axis.taps, axis.n) - np.maximum(first, 0)
-    _pool(lw, View.of(t), View.of(a), [Axis(a.ne[1], 1, a.ne[1]), axis], p["op"], np.maximum(count, 1))
+    _pool(lw, lw.view(t), lw.view(a), [Axis(a.ne[1], 1, a.ne[1]), axis], p["op"], np.maximum(count, 1))
 
 
 @RULES.rule(Op.POOL_2D, operands(FLOATS, out=F32))
-def pool_2d(lw: CpuLowering, t: Tensor) -> None:
+def pool_2d(lw: NodeLowering, t: Tensor) -> None:
     """Over planes; a mean is the sum by the size of the window."""
     (a,), p = t.sources, t.params
-    _pool(lw, View.of(t), View.of(a), _axes(t, a, t), p["op"], np.full(t.ne[0], p["k0"] * p["k1"]))
+    _pool(lw, lw.view(t), lw.view(a), _axes(t, a, t), p["op"], np.full(t.ne[0], p["k0"] * p["k1"]))
 
 
 @RULES.rule(Op.POOL_2D_BACK, operands(FLOATS, FLOATS, out=F32))
-def pool_2d_back(lw: CpuLowering, t: Tensor) -> None:
+def pool_2d_back(lw: NodeLowering, t: Tensor) -> None:
     """A mean spreads each gradient evenly; a maximum gives it to the first of the largest elements."""
     grad, data = t.sources
     p, axes = t.params, _axes(t, data, grad)
-    g = as_f32(lw, View.of(grad))
+    g = lw.f32(lw.view(grad))
     if p["op"] is OpPool.AVG:
-        fold(lw, View.of(t), g.reshaped((*g.shape, p["k1"], p["k0"]), (*g.strides, 0, 0)), axes)
-        y = lw.array(t)
-        lw.emit(np.divide, y, p["k0"] * p["k1"], out=y)
+        fold(lw, lw.view(t), g.reshaped((*g.shape, p["k1"], p["k0"]), (*g.strides, 0, 0)), axes)
+        y = lw.view(t)
+        lw.emit(np.divide, y, p["k0"] * p["k1"], y)
     else:
-        fold(lw, View.of(t), _at_peaks(lw, g, View.of(data), axes), axes)
+        fold(lw, lw.view(t), _at_peaks(lw, g, lw.view(data), axes), axes)
 
 
 def _axes(t: Tensor, data: Tensor, pooled: Tensor) -> list[Axis]:
@@ -59,12 +55,12 @@ def _axes(t: Tensor, data: Tensor, pooled: Tensor) -> list[Axis]:
     return axes[::-1]
 
 
-def _pool(lw: CpuLowering, y: View, data: View, axes: Sequence[Axis], op: OpPool, divisor: Array) -> None:
+def _pool(lw: NodeLowering, y: View, data: View, axes: Sequence[Axis], op: OpPool, divisor: Array) -> None:
     """Emit `y`, `[N, C, places..]`, of data `[N, C, H, W]`; the divisors are those of a row of places."""
     mean = op is OpPool.AVG
     join = np.add if mean else np.fmax  # as in ggml, NaN is not the largest
     x = padded(lw, data, axes, 0.0 if mean else LOWEST)
-    rows = lw.view(lw.scratch((*x.shape[:3], y.shape[3])))
+    rows = lw.scratch((*x.shape[:3], y.shape[3]))
 
     def kernel(y: Array, x: Array, *more: Array) -> None:
         if mean:
@@ -81,7 +77,7 @@ def _pool(lw: CpuLowering, y: View, data: View, axes: Sequence[Axis], op: OpPool
     lw.tiled(kernel, rows, *_taps(x, 3, axes[1]))
     columns = _taps(rows, 2, axes[0])
     if mean:
-        by_place = lw.view(np.asarray(divisor, dtype=np.float32))
+        by_place = lw.constant(np.asarray(divisor, dtype=np.float32))
         lw.tiled(kernel_mean, y, by_place.reshaped(y.shape, (0, 0, 0, *by_place.strides)), *columns)
     else:
         lw.tiled(kernel, y, *columns)
@@ -95,25 +91,24 @@ def _taps(x: View, dim: int, axis: Axis) -> list[View]:
     return [x.reshaped(tuple(shape), tuple(strides), i * x.strides[dim]) for i in range(axis.taps)]
 
 
-def _at_peaks(lw: CpuLowering, grad: View, data: View, axes: Sequence[Axis]) -> View:
+def _at_peaks(lw: NodeLowering, grad: View, data: View, axes: Sequence[Axis]) -> View:
     """Emit patches `[N, C, places.., taps..]`: the gradient at the first peak of each, and 0 elsewhere."""
     met = windows(padded(lw, data, axes, LOWEST), axes)
     n = len(grad.shape)
     taps = lw.scratch((*met.shape[n:], *grad.shape))
-    peak = lw.view(lw.scratch(grad.shape))
+    peak = lw.scratch(grad.shape)
     _pool(lw, peak, data, axes, OpPool.MAX, np.ones(1))
-    hit, free = (lw.scratch(grad.shape, np.bool_) for _ in range(2))
-    g, top = lw.bind(grad), lw.bind(peak)
+    hit, free = (lw.scratch(grad.shape, np.dtype(np.bool_)) for _ in range(2))
 
-    def step(x: Array, patch: Array) -> None:
-        np.equal(x, top, out=hit)
+    def kernel(patch: Array, x: Array, g: Array, peak: Array, hit: Array, free: Array) -> None:
+        np.equal(x, peak, out=hit)
         np.logical_and(hit, free, out=hit)
         np.not_equal(free, hit, out=free)
         patch.fill(0)
         np.copyto(patch, g, where=hit)
 
-    view = lw.view(taps).transposed(*range(2, 2 + n), 0, 1)
-    lw.emit(free.fill, True)
+    view = taps.transposed(*range(2, 2 + n), 0, 1)
+    lw.emit(np.ndarray.fill, free, True)
     for x, patch in each_tap(met, view):
-        lw.emit(step, lw.bind(x), lw.bind(patch))
+        lw.emit(kernel, patch, x, grad, peak, hit, free)
     return view

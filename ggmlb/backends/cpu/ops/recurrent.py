@@ -7,37 +7,37 @@ that a loop over tokens sees, at each turn, all sequences and heads at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.common.rules import F32, FLOATS, operands
-from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.common.rules import F32, FLOATS, I32, operands
+from ggmlb.backends.common.workspace import Array
+from ggmlb.backends.cpu.kernels import take_rows
+from ggmlb.backends.cpu.lowering import RULES, Call, NodeLowering
+from ggmlb.backends.cpu.ops.conv import sum_of_products
+from ggmlb.backends.cpu.ops.elementwise import softplus
+from ggmlb.backends.cpu.views import View
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
-if TYPE_CHECKING:
-    from ggmlb.backends.common.workspace import Array
-    from ggmlb.backends.cpu.lowering import CpuLowering
-
 
 def unpacked(
-    lw: CpuLowering, t: Tensor, outputs: tuple[int, ...], states: tuple[int, ...]
-) -> tuple[Array, Array]:
+    lw: NodeLowering, t: Tensor, outputs: tuple[int, ...], states: tuple[int, ...]
+) -> tuple[View, View]:
     """The result's two parts: outputs, and states."""
-    flat, n = lw.array(t).reshape(-1), prod(outputs)
-    return flat[:n].reshape(outputs), flat[n:].reshape(states)
+    flat, n = lw.view(t).reshape(-1), prod(outputs)
+    return flat[:n].reshape(*outputs), flat[n:].reshape(*states)
 
 
 def scan(
-    lw: CpuLowering,
-    first: Array,
-    states: Array,
+    lw: NodeLowering,
+    first: View,
+    states: View,
     advance: Callable[..., Any],
-    tokens: Sequence[Array],
-    held: Sequence[Array] = (),
+    tokens: Sequence[View],
+    held: Sequence[View] = (),
 ) -> None:
     """Emit `advance(new, old, *token, *held)` for each token in turn; threads share sequences or heads.
 
@@ -52,29 +52,29 @@ def scan(
         tokens: Operands and outputs, one per token along the first axis.
         held: Operands that do not change in time, and scratch.
     """
-    n, kept, n_items = len(tokens[0]), len(states), prod(first.shape)
-    work = lw.scratch(first.shape) if n > kept else None
+    n, kept, n_items = tokens[0].shape[0], states.shape[0], prod(first.shape)
+    work = lw.scratch(first.shape) if n > kept else first
     new = [states[n - 1 - i] if n - 1 - i < kept else work for i in range(n)]
     shared = first.shape[:-2]
     axis = shared.index(max(shared))
     n_workers = min(shared[axis], lw.workers(n * n_items, n_items))
     bounds = [i * shared[axis] // n_workers for i in range(n_workers + 1)]
-    lists = []
+    lists: list[list[Call]] = []
     for here in map(slice, bounds[:-1], bounds[1:]):
-        steps = [
-            partial(advance, *(_part(x, axis, here) for x in turn))
+        calls: list[Call] = [
+            (advance, tuple([_part(x, axis, here) for x in turn]))
             for turn in (
                 (new[i], new[i - 1] if i else first, *(x[i] for x in tokens), *held) for i in range(n)
             )
         ]
         older = _part(states, axis + 1, here)[n:]
-        if len(older):
-            steps.append(partial(np.copyto, older, _part(first, axis, here)))
-        lists.append(steps)
+        if older.shape[0]:
+            calls.append((np.copyto, (older, _part(first, axis, here))))
+        lists.append(calls)
     lw.emit_parallel(lists)
 
 
-def _part(x: Array, axis: int, here: slice) -> Array:
+def _part(x: View, axis: int, here: slice) -> View:
     return x if x.shape[axis] == 1 else x[(slice(None),) * axis + (here,)]
 
 
@@ -85,13 +85,13 @@ def update(new: Array, old: Array, decay: Array, rows: Array, columns: Array, ou
     np.add(new, outer, out=new)
 
 
-def _by_time(lw: CpuLowering, x: Tensor, n_seqs: int) -> Array:
+def _by_time(lw: NodeLowering, x: Tensor, n_seqs: int) -> View:
     """Vectors of heads `[S, H, all tokens]` as `[tokens, N, H, S]`."""
     s, h = x.ne[:2]
-    return lw.f32(x).reshape(n_seqs, -1, h, s).swapaxes(0, 1)
+    return lw.f32(lw.view(x)).reshape(n_seqs, -1, h, s).swapaxes(0, 1)
 
 
-def _linear(lw: CpuLowering, t: Tensor, state: Tensor, *x: Tensor) -> tuple[Array, ...]:
+def _linear(lw: NodeLowering, t: Tensor, state: Tensor, *x: Tensor) -> tuple[View, ...]:
     """Outputs and operands by time; the first state, the last as the only one kept, scratch like it."""
     n, (s, h, n_tokens) = state.ne[1], x[0].ne[:3]
     shape = (n, h, s, s)
@@ -99,23 +99,23 @@ def _linear(lw: CpuLowering, t: Tensor, state: Tensor, *x: Tensor) -> tuple[Arra
     return (
         y.swapaxes(0, 1),
         *(_by_time(lw, v, n) for v in x),
-        lw.f32(state).reshape(shape),
+        lw.f32(lw.view(state)).reshape(*shape),
         last,
         lw.scratch(shape),
     )
 
 
 @RULES.rule(Op.RWKV_WKV6, operands(*[FLOATS] * 6, out=F32))
-def rwkv_wkv6(lw: CpuLowering, t: Tensor) -> None:
+def rwkv_wkv6(lw: NodeLowering, t: Tensor) -> None:
     """`y = (S + (k f) v) r`, then `S = d S + k v`, with the state `S[k, v]`."""
     (k, v, r, f, d, state) = t.sources
     ys, ks, vs, rs, ds, first, last, outer = _linear(lw, t, state, k, v, r, d)
-    bonus, faaaa = lw.scratch(ks.shape), lw.f32(f).reshape(ks.shape[2:])
+    faaaa = lw.f32(lw.view(f)).reshape(*ks.shape[2:])
 
-    def of_the_tokens_themselves() -> None:
-        np.multiply(ks, rs, out=bonus)
+    def of_the_tokens_themselves(y: Array, k: Array, v: Array, r: Array, faaaa: Array, bonus: Array) -> None:
+        np.multiply(k, r, out=bonus)
         np.multiply(bonus, faaaa, out=bonus)
-        np.multiply(bonus.sum(axis=-1, keepdims=True), vs, out=ys)
+        np.multiply(bonus.sum(axis=-1, keepdims=True), v, out=y)
 
     def advance(
         new: Array, old: Array, k: Array, v: Array, r: Array, d: Array, y: Array, outer: Array, read: Array
@@ -124,7 +124,7 @@ def rwkv_wkv6(lw: CpuLowering, t: Tensor) -> None:
         np.add(y, read[..., 0, :], out=y)
         update(new, old, d[..., None], k, v, outer)
 
-    lw.emit(of_the_tokens_themselves)
+    lw.emit(of_the_tokens_themselves, ys, ks, vs, rs, faaaa, lw.scratch(ks.shape))
     scan(
         lw,
         first,
@@ -136,7 +136,7 @@ def rwkv_wkv6(lw: CpuLowering, t: Tensor) -> None:
 
 
 @RULES.rule(Op.GATED_LINEAR_ATTN, operands(*[FLOATS] * 5, out=F32))
-def gated_linear_attn(lw: CpuLowering, t: Tensor) -> None:
+def gated_linear_attn(lw: NodeLowering, t: Tensor) -> None:
     """`S = g S + k v`, then `y = scale q S`, with the state `S[k, v]`."""
     scale, (k, v, q, g, state) = t.params["scale"], t.sources
     ys, ks, vs, qs, gs, first, last, outer = _linear(lw, t, state, k, v, q, g)
@@ -148,11 +148,11 @@ def gated_linear_attn(lw: CpuLowering, t: Tensor) -> None:
         np.matmul(q[..., None, :], new, out=y[..., None, :])
 
     scan(lw, first, last, advance, (ks, vs, qs, gs, ys), (outer,))
-    lw.emit(np.multiply, ys, scale, out=ys)
+    lw.emit(np.multiply, ys, scale, ys)
 
 
 @RULES.rule(Op.RWKV_WKV7, operands(*[FLOATS] * 7, out=F32))
-def rwkv_wkv7(lw: CpuLowering, t: Tensor) -> None:
+def rwkv_wkv7(lw: NodeLowering, t: Tensor) -> None:
     """`S = S w + v k + (S a) b`, then `y = S r`, with the state `S[v, k]`."""
     (*x, state) = t.sources
     ys, rs, ws, ks, vs, as_, bs, first, last, outer = _linear(lw, t, state, *x)
@@ -172,7 +172,7 @@ def rwkv_wkv7(lw: CpuLowering, t: Tensor) -> None:
 
 
 @RULES.rule(Op.GATED_DELTA_NET, operands(*[F32] * 6, out=F32))
-def gated_delta_net(lw: CpuLowering, t: Tensor) -> None:
+def gated_delta_net(lw: NodeLowering, t: Tensor) -> None:
     """`S = S exp(g)`, `S = S + beta (v - S k) k`, then `y = S q / sqrt(size)`, with the state `S[v, k]`.
 
     Head `h` takes the key and the query of head `h` modulo their number.
@@ -183,10 +183,10 @@ def gated_delta_net(lw: CpuLowering, t: Tensor) -> None:
     y, states = unpacked(lw, t, (n, n_tokens, *heads, s), (t.params["k"], n, *heads, s, s))
     ys, vs, gs, betas = (
         x.reshape(n, n_tokens, *heads, x.shape[-1]).swapaxes(0, 1)
-        for x in (y, *(lw.f32(x) for x in (v, g, beta)))
+        for x in (y, *(lw.f32(lw.view(x)) for x in (v, g, beta)))
     )
-    qs, ks = (lw.f32(x).swapaxes(0, 1)[:, :, None] for x in (q, k))
-    first = lw.f32(state).reshape(states.shape[1:])
+    qs, ks = (lw.f32(lw.view(x)).swapaxes(0, 1)[:, :, None] for x in (q, k))
+    first = lw.f32(lw.view(state)).reshape(*states.shape[1:])
 
     def advance(
         new: Array, old: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, y: Array,
@@ -203,4 +203,57 @@ def gated_delta_net(lw: CpuLowering, t: Tensor) -> None:
 
     held = [lw.scratch(x) for x in (first.shape, (n, *heads, s), gs.shape[1:])]
     scan(lw, first, states, advance, (qs, ks, vs, gs, betas, ys), held)
-    lw.emit(np.multiply, ys, np.float32(s**-0.5), out=ys)
+    lw.emit(np.multiply, ys, np.float32(s**-0.5), ys)
+
+
+@RULES.rule(Op.SSM_CONV, operands(FLOATS, FLOATS, out=F32))
+def ssm_conv(lw: NodeLowering, t: Tensor) -> None:
+    """`y[seq, token, i] = sum over taps of x[seq, i, token + tap] c[i, tap]`."""
+    if t.sources[1].is_empty:  # no taps
+        lw.emit(np.ndarray.fill, lw.view(t), 0)
+        return
+    x, c = (lw.f32(lw.view(s)) for s in t.sources)
+    y, (_, _, row, item), (_, _, c_row, c_item) = lw.view(t), x.strides, c.strides
+    factors = []
+    for tap in range(c.shape[3]):
+        factors.append(x.reshaped(y.shape, (*x.strides[:2], item, row), tap * item))
+        factors.append(c.reshaped(y.shape, (0, 0, 0, c_row), tap * c_item))
+    lw.tiled(sum_of_products, y, *factors, scratch=1, work=len(factors))
+
+
+@RULES.rule(Op.SSM_SCAN, operands(*[F32] * 6, I32, out=F32))
+def ssm_scan(lw: NodeLowering, t: Tensor) -> None:
+    """`S = S exp(dt A) + (x dt) B`, then `y = S C`, with `dt` through softplus and the state `S[x, B]`.
+
+    Consecutive heads share a group's `B` and `C`.
+    """
+    (state, x, dt, a, b, c, ids) = t.sources
+    dim, h, n_tokens, n = x.ne
+    heads = (b.ne[1], h // b.ne[1])
+    size = (*heads, dim, state.ne[0])
+    y, states = unpacked(lw, t, (n, n_tokens, *heads, dim), (t.params["k"], n, *size))
+    ys, xs = (v.reshape(n, n_tokens, *heads, dim).swapaxes(0, 1) for v in (y, lw.view(x)))
+    dts = lw.view(dt)[0].reshape(n, n_tokens, *heads).swapaxes(0, 1)[..., None]
+    bs, cs = (lw.view(v).swapaxes(0, 1)[..., None, :] for v in (b, c))
+    rate = lw.view(a)[0, 0].reshape(1, *heads, -1)
+    first = lw.scratch((n, *size))
+    by_state = lw.view(state).reshape(1, 1, state.ne[3], -1)
+    lw.emit(take_rows, first.reshape(1, 1, n, -1), by_state, lw.view(ids)[:1, :1, 0])
+    times, inputs, tmp = lw.scratch(dts.shape), lw.scratch(xs.shape), lw.scratch(dts.shape)
+
+    def all_inputs(times: Array, inputs: Array, dts: Array, xs: Array, tmp: Array) -> None:
+        softplus(times, dts, tmp)
+        np.multiply(xs, times, out=inputs)
+
+    def advance(
+        new: Array, old: Array, dt: Array, x: Array, b: Array, c: Array, y: Array,
+        rate: Array, decay: Array, outer: Array,
+    ) -> None:  # fmt: skip
+        np.multiply(dt, rate, out=decay)
+        np.exp(decay, out=decay)
+        update(new, old, decay[..., None, :], x, b, outer)
+        np.matmul(new, c[..., None], out=y[..., None])
+
+    lw.emit(all_inputs, times, inputs, dts, xs, tmp)
+    held = (rate, lw.scratch((n, *rate.shape[1:])), lw.scratch(first.shape))
+    scan(lw, first, states, advance, (times, inputs, bs, cs, ys), held)

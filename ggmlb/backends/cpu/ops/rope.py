@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggmlb.backends.common.formulas import pair_angles
 from ggmlb.backends.common.rules import F32, FLOATS, I32, operands
-from ggmlb.backends.cpu.rules import RULES
-from ggmlb.backends.cpu.views import View
+from ggmlb.backends.common.workspace import Array
+from ggmlb.backends.cpu.lowering import RULES, NodeLowering
 from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.common.workspace import Array
-    from ggmlb.backends.cpu.lowering import CpuLowering
-
 
 WORK = 6
 """Of a rotation per element, in additions."""
 
 
-def _rope(lw: CpuLowering, t: Tensor, direction: float) -> None:
+def _rope(lw: NodeLowering, t: Tensor, direction: float) -> None:
     a, positions = t.operand(0), t.operand(1)
     factors = t.optional(2)
     params = t.params
     n_dims, start = params["n_dims"], params["offset"]
     n_pairs = n_dims if params["mode"] == RopeType.VISION else n_dims // 2
     n_tokens = t.ne[2]
-    angle, channel = (np.asarray(x) for x in pair_angles(n_pairs, params))
+    angle, channel = pair_angles(n_pairs, params)
     magnitude = params["attn_factor"]
     if params["ext_factor"]:
         magnitude *= 1 + 0.1 * log(1 / params["freq_scale"])
-    pos = lw.array(positions).reshape(-1, n_tokens)
-    ff = lw.array(factors)[0, 0, 0, :n_pairs] if factors is not None else None
+    pos = lw.view(positions).reshape(-1, n_tokens)
+    ff = lw.view(factors)[0, 0, 0, :n_pairs] if factors is not None else None
     cos, sin = lw.scratch((n_tokens, n_pairs)), lw.scratch((n_tokens, n_pairs))
 
     def turn(cos: Array, sin: Array, pos: Array, ff: Array | None) -> None:
@@ -72,19 +66,17 @@ def _rope(lw: CpuLowering, t: Tensor, direction: float) -> None:
         np.copyto(y[..., :start], x[..., :start])
         np.copyto(y[..., end:], x[..., end:])
 
-    tables = [
-        lw.view(x).reshaped((1, n_tokens, 1, n_pairs), (0, x.strides[0], 0, x.strides[1])) for x in (cos, sin)
-    ]
-    lw.tiled(kernel, View.of(t), View.of(a), *tables, inner=1, scratch=1, work=WORK)
+    tables = [x.reshaped((1, n_tokens, 1, n_pairs), (0, x.strides[0], 0, x.strides[1])) for x in (cos, sin)]
+    lw.tiled(kernel, lw.view(t), lw.view(a), *tables, inner=1, scratch=1, work=WORK)
 
 
 @RULES.rule(Op.ROPE, operands(FLOATS, I32, F32))
-def rope(lw: CpuLowering, t: Tensor) -> None:
+def rope(lw: NodeLowering, t: Tensor) -> None:
     """`(x0 cos - x1 sin, x0 sin + x1 cos)` for each pair."""
     _rope(lw, t, 1.0)
 
 
 @RULES.rule(Op.ROPE_BACK, operands(FLOATS, I32, F32))
-def rope_back(lw: CpuLowering, t: Tensor) -> None:
+def rope_back(lw: NodeLowering, t: Tensor) -> None:
     """The inverse rotation."""
     _rope(lw, t, -1.0)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb.backends.common.rules import F32, has_elements, operands
-from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.common.workspace import Array
+from ggmlb.backends.cpu.kernels import take
+from ggmlb.backends.cpu.lowering import RULES, NodeLowering
+from ggmlb.backends.cpu.views import View
 from ggmlb.core.enums import Op, ScaleMode
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.common.workspace import Array
-    from ggmlb.backends.cpu.lowering import CpuLowering
 
 Floats = npt.NDArray[np.float32]
 
@@ -100,11 +99,11 @@ METHODS: dict[ScaleMode, Callable[[Grid], Taps]] = {
 
 
 @RULES.rule(Op.UPSCALE, operands(F32, out=F32), has_elements)
-def upscale(lw: CpuLowering, t: Tensor) -> None:
+def upscale(lw: NodeLowering, t: Tensor) -> None:
     """By `mode` along dimensions 0 and 1, by the nearest element along 2 and 3; one after the other."""
     (a,), p = t.sources, t.params
     method = antialiased if p["antialias"] else METHODS[p["mode"]]
-    x, y = lw.array(a), lw.array(t)
+    x, y = lw.view(a), lw.view(t)
     resized = [d for d in range(4) if a.ne[d] != t.ne[d]]
     resized.sort(key=lambda d: t.ne[d] / a.ne[d])  # what shrinks first: less is left to do
     for d in resized:
@@ -118,23 +117,22 @@ def upscale(lw: CpuLowering, t: Tensor) -> None:
         lw.emit(np.copyto, y, x)
 
 
-def _resample(lw: CpuLowering, y: Array, x: Array, axis: int, taps: Taps) -> None:
+def _resample(lw: NodeLowering, y: View, x: View, axis: int, taps: Taps) -> None:
     """Emit `y[.., i, ..] = sum weight[tap, i] x[.., index[tap, i], ..]` along one axis."""
-    index = [np.asarray(i) for i in taps.indices]
+    index = list(taps.indices)
     if taps.weights is None:
-        lw.emit(lw.take, y, x, index[0], axis)
+        lw.emit(take, y, x, index[0], axis)
         return
     shape = [1] * 4
     shape[axis] = -1
-    weight = [np.asarray(w).reshape(shape) for w in taps.weights]
-    tmp = lw.scratch(y.shape)
+    weight = [w.reshape(shape) for w in taps.weights]
 
-    def step() -> None:
-        lw.take(y, x, index[0], axis)
+    def kernel(y: Array, x: Array, tmp: Array) -> None:
+        take(y, x, index[0], axis)
         np.multiply(y, weight[0], out=y)
         for i, w in zip(index[1:], weight[1:], strict=True):
-            lw.take(tmp, x, i, axis)
+            take(tmp, x, i, axis)
             np.multiply(tmp, w, out=tmp)
             np.add(y, tmp, out=y)
 
-    lw.emit(step)
+    lw.emit(kernel, y, x, lw.scratch(y.shape))

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ggmlb.backends.common.rules import F32, FLOATS, operands
-from ggmlb.backends.cpu import casts
-from ggmlb.backends.cpu.ops.patches import as_f32, without_first
-from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.common.workspace import Array
+from ggmlb.backends.cpu import kernels
+from ggmlb.backends.cpu.lowering import RULES, NodeLowering
+from ggmlb.backends.cpu.ops.conv import without_first
 from ggmlb.backends.cpu.views import View
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
-if TYPE_CHECKING:
-    from ggmlb.backends.common.workspace import Array
-    from ggmlb.backends.cpu.lowering import CpuLowering
 
-
-def _whole(lw: CpuLowering, image: View, w: int) -> View:
+def _whole(lw: NodeLowering, image: View, w: int) -> View:
     """An image `[1, H, W, C]` of whole windows: itself, or scratch."""
     shape = (1, -(-image.shape[1] // w) * w, -(-image.shape[2] // w) * w, image.shape[3])
-    return image if shape == image.shape else lw.view(lw.scratch(shape))
+    return image if shape == image.shape else lw.scratch(shape)
 
 
 def _within(whole: View, image: View) -> View:
@@ -38,47 +33,47 @@ def _by_window(whole: View, windows: View) -> tuple[View, View]:
 
 
 @RULES.rule(Op.WIN_PART, operands(F32, out=F32))
-def win_part(lw: CpuLowering, t: Tensor) -> None:
+def win_part(lw: NodeLowering, t: Tensor) -> None:
     """The windows of an image, row by row; beyond its end there are zeros."""
-    image = View.of(t.sources[0])
+    image = lw.view(t.sources[0])
     whole = _whole(lw, image, t.params["w"])
     if whole is not image:
-        lw.emit(lw.bind(whole).fill, 0)
+        lw.emit(np.ndarray.fill, whole, 0)
         lw.copy(_within(whole, image), image)
-    of, to = _by_window(whole, View.of(t))
+    of, to = _by_window(whole, lw.view(t))
     lw.copy(to, of)
 
 
 @RULES.rule(Op.WIN_UNPART, operands(F32, out=F32))
-def win_unpart(lw: CpuLowering, t: Tensor) -> None:
+def win_unpart(lw: NodeLowering, t: Tensor) -> None:
     """The image of the windows, without what is beyond its end."""
-    image = View.of(t)
+    image = lw.view(t)
     whole = _whole(lw, image, t.params["w"])
-    to, of = _by_window(whole, View.of(t.sources[0]))
+    to, of = _by_window(whole, lw.view(t.sources[0]))
     lw.copy(to, of)
     if whole is not image:
         lw.copy(image, _within(whole, image))
 
 
 @RULES.rule(Op.GET_REL_POS, operands(FLOATS, out=frozenset({DType.F16})))
-def get_rel_pos(lw: CpuLowering, t: Tensor) -> None:
+def get_rel_pos(lw: NodeLowering, t: Tensor) -> None:
     """`y[query, key] = a[n - 1 - key + query]`: a row for each distance."""
-    y, x = View.of(t), View.of(t.sources[0])
+    y, x = lw.view(t), lw.view(t.sources[0])
     if x.type == DType.BF16:
-        x = as_f32(lw, x)
+        x = lw.f32(x)
     row, item = x.strides[2:]
     rows = x.reshaped(y.shape, (0, row, -row, item), (t.ne[1] - 1) * row)
-    lw.emit(casts.copy, lw.bind(y), lw.bind(rows))
+    lw.emit(kernels.copy, y, rows)
 
 
 @RULES.rule(Op.ADD_REL_POS, operands(F32, F32, F32, out=F32))
-def add_rel_pos(lw: CpuLowering, t: Tensor) -> None:
+def add_rel_pos(lw: NodeLowering, t: Tensor) -> None:
     """`y[place, h, w] = a[place, h, w] + ph[place, h] + pw[place, w]`."""
     (a, pw, ph) = t.sources
-    y, x = (View.of(s).split(3, pw.ne[0]) for s in (t, a))
-    (n, _, place, item), zero = View.of(pw).strides, 0
-    wide = View.of(pw).reshaped(y.shape, (zero, n, place, zero, item))
-    high = View.of(ph).reshaped(y.shape, (zero, n, place, item, zero))
+    y, x = (lw.view(s).split(3, pw.ne[0]) for s in (t, a))
+    (n, _, place, item), zero = lw.view(pw).strides, 0
+    wide = lw.view(pw).reshaped(y.shape, (zero, n, place, zero, item))
+    high = lw.view(ph).reshaped(y.shape, (zero, n, place, item, zero))
 
     def kernel(y: Array, a: Array, wide: Array, high: Array) -> None:
         np.add(a, wide, out=y)

@@ -1,12 +1,12 @@
-"""Functions of one element: `f(y, x, *scratch)` fills `y`, which may be the memory of `x`.
+"""Functions of one element, arithmetic of two operands, and gated linear units.
 
-Where ggml compares, NaN compares as false: `fmax(x, 0)` is its `x > 0 ? x : 0`, and 0 for NaN.
+A kernel `f(y, x, *scratch)` fills `y`, which may be the memory of `x`. Where ggml compares, NaN compares as
+false: `fmax(x, 0)` is its `x > 0 ? x : 0`, and 0 for NaN.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,13 +18,10 @@ from ggmlb.backends.common.formulas import (
     SQRT_2_OVER_PI,
 )
 from ggmlb.backends.common.rules import FLOATS, operands
-from ggmlb.backends.cpu.rules import RULES
-from ggmlb.core.enums import Op, UnaryOp
+from ggmlb.backends.common.workspace import Array
+from ggmlb.backends.cpu.lowering import RULES, STORED, VALUES, Kernel, NodeLowering
+from ggmlb.core.enums import GluOp, Op, UnaryOp
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.common.workspace import Array
-    from ggmlb.backends.cpu.lowering import CpuLowering, Kernel
 
 
 def one_plus_exp(y: Array, x: Array, factor: float) -> None:
@@ -191,7 +188,7 @@ def _is_known(node: Tensor) -> str | None:
 
 
 @RULES.rule((Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS), operands(FLOATS), _is_known)
-def unary(lw: CpuLowering, t: Tensor) -> None:
+def unary(lw: NodeLowering, t: Tensor) -> None:
     """The function that the op, or its parameter `op`, names; its other parameters by name."""
     function, scratch, work = FUNCTIONS[t.params.get("op", t.op)]
     params = {name: value for name, value in t.params.items() if name != "op"}
@@ -200,7 +197,7 @@ def unary(lw: CpuLowering, t: Tensor) -> None:
 
 
 @RULES.rule(Op.SCALE, operands(FLOATS))
-def scale(lw: CpuLowering, t: Tensor) -> None:
+def scale(lw: NodeLowering, t: Tensor) -> None:
     """`x * scale + bias`."""
     factor, bias = t.params["scale"], t.params["bias"]
 
@@ -213,7 +210,7 @@ def scale(lw: CpuLowering, t: Tensor) -> None:
 
 
 @RULES.rule(Op.CLAMP, operands(FLOATS))
-def clamp(lw: CpuLowering, t: Tensor) -> None:
+def clamp(lw: NodeLowering, t: Tensor) -> None:
     """`x` between `min` and `max`; `max` for NaN."""
     low, high = t.params["min"], t.params["max"]
 
@@ -225,7 +222,7 @@ def clamp(lw: CpuLowering, t: Tensor) -> None:
 
 
 @RULES.rule(Op.LEAKY_RELU, operands(FLOATS))
-def leaky_relu(lw: CpuLowering, t: Tensor) -> None:
+def leaky_relu(lw: NodeLowering, t: Tensor) -> None:
     """`x` above 0, else `x * negative_slope`."""
     slope = t.params["negative_slope"]
 
@@ -236,3 +233,104 @@ def leaky_relu(lw: CpuLowering, t: Tensor) -> None:
         np.add(y, tmp, out=y)
 
     lw.elementwise(kernel, t, *t.sources, scratch=1)
+
+
+@RULES.rule(Op.SILU_BACK, operands(FLOATS, FLOATS))
+def silu_back(lw: NodeLowering, t: Tensor) -> None:
+    """`dy s (1 + x (1 - s))`, with `s = 1 / (1 + exp(-x))`."""
+
+    def kernel(dx: Array, dy: Array, x: Array, s: Array, tmp: Array) -> None:
+        np.negative(x, out=s)
+        np.exp(s, out=s)
+        np.add(s, 1, out=s)
+        np.reciprocal(s, out=s)
+        np.subtract(1, s, out=tmp)
+        np.multiply(tmp, x, out=tmp)
+        np.add(tmp, 1, out=tmp)
+        np.multiply(tmp, s, out=tmp)
+        np.multiply(tmp, dy, out=dx)
+
+    lw.elementwise(kernel, t, *t.sources, scratch=2, work=2 * EXP)
+
+
+def _whole_rows(node: Tensor) -> str | None:
+    a, b = node.sources
+    if b.ne[0] == node.ne[0] or not (a.dtype.is_quantized or b.dtype.is_quantized or node.dtype.is_quantized):
+        return None
+    return "blocks and rows of src1 that repeat do not go together"
+
+
+_UFUNCS = {Op.ADD: np.add, Op.ADD1: np.add, Op.SUB: np.subtract, Op.MUL: np.multiply, Op.DIV: np.divide}
+
+
+@RULES.rule(_UFUNCS, operands(VALUES, VALUES, out=STORED & VALUES), _whole_rows)
+def binary(lw: NodeLowering, t: Tensor) -> None:
+    """`a + b`, `a - b`, `a b` or `a / b`."""
+    fn = _UFUNCS[t.op]
+
+    def kernel(y: Array, a: Array, b: Array) -> None:
+        fn(a, b, out=y)
+
+    lw.elementwise(kernel, t, *t.sources)
+
+
+ACTIVATIONS: dict[GluOp, tuple[Kernel, int, int]] = {
+    GluOp.GEGLU: (gelu, 1, 2 * EXP),
+    GluOp.SWIGLU: (silu, 1, EXP),
+    GluOp.GEGLU_ERF: (gelu_erf, 2, 3 * EXP),
+    GluOp.GEGLU_QUICK: (gelu_quick, 1, EXP),
+}
+"""The function of the gate, how many scratch arrays it wants, and its work per element in additions."""
+
+
+def _has_activation(node: Tensor) -> str | None:
+    op = node.params["op"]
+    return (
+        None if op in ACTIVATIONS or op in (GluOp.REGLU, GluOp.SWIGLU_OAI) else f"it has no function {op!r}"
+    )
+
+
+@RULES.rule(Op.GLU, operands(FLOATS, FLOATS), _has_activation)
+def glu(lw: NodeLowering, t: Tensor) -> None:
+    """`act(gate) * up`; gate and up are two tensors, or the halves of each row of one."""
+    a = t.operand(0)
+    b = t.optional(1)
+    gate = lw.view(a)
+    if b is not None:
+        up = lw.view(b)
+    else:
+        n = t.ne[0]
+        gate, up = gate.cut(3, 0, n), gate.cut(3, n, n)
+        if t.params["swapped"]:
+            gate, up = up, gate
+    if t.params["op"] == GluOp.SWIGLU_OAI:
+        kernel = partial(swiglu_oai, alpha=t.params["alpha"], limit=t.params["limit"])
+        lw.tiled(kernel, lw.view(t), gate, up, scratch=2, work=2 * EXP)
+        return
+    if t.params["op"] == GluOp.REGLU:
+        lw.tiled(reglu, lw.view(t), gate, up)
+        return
+    activation, n_scratch, work = ACTIVATIONS[t.params["op"]]
+
+    def kernel_of(y: Array, gate: Array, up: Array, tmp: Array, *scratch: Array) -> None:
+        activation(tmp, gate, *scratch)
+        np.multiply(tmp, up, out=y)
+
+    lw.tiled(kernel_of, lw.view(t), gate, up, scratch=1 + n_scratch, work=work)
+
+
+def reglu(y: Array, gate: Array, up: Array) -> None:
+    """`gate * up` where the gate is above 0, else 0, of an infinite or NaN `up` too."""
+    is_open = gate > 0
+    np.multiply(gate, up, out=y)
+    np.copyto(y, 0, where=~is_open)
+
+
+def swiglu_oai(y: Array, gate: Array, up: Array, tmp: Array, g: Array, *, alpha: float, limit: float) -> None:
+    """`g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)` with `g = min(gate, limit)`."""
+    np.minimum(gate, limit, out=g)
+    one_plus_exp(tmp, g, -alpha)
+    np.divide(g, tmp, out=g)
+    np.clip(up, -limit, limit, out=tmp)
+    np.add(tmp, 1, out=tmp)
+    np.multiply(tmp, g, out=y)
