@@ -31,7 +31,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the ops of nodes that were lowered by their rules."""
     names: list[str] = []
 
-    def noted(node: Tensor, n_threads: int) -> lowering.Lowered:
+    def noted(node: Tensor, n_threads: int) -> lowering.LoweredCalls:
         names.append(node.op_desc())
         return lowering.lower(node, n_threads)
 

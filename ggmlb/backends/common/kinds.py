@@ -8,7 +8,7 @@ costs only the binding of slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import chain, count, repeat
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from ggmlb.backends.common.fusion import Group
@@ -73,7 +73,8 @@ class Operands:
     Args:
         tensors: For each item its nodes, each followed by its operands; empty if it computes nothing.
         kinds: Where forms are numbered.
-        starts_of: Returns the addresses of buffers; 0 where only offsets in a buffer are known.
+        starts_of: Returns the addresses of buffers; by default 0, so that only offsets in a buffer count
+            (buffers begin at multiples of 64 bytes).
 
     Attributes:
         numbers: The number of each tensor.
@@ -86,7 +87,7 @@ class Operands:
         self,
         tensors: Iterable[Sequence[Tensor | None]],
         kinds: Kinds[Lowered],
-        starts_of: Callable[[Collection[Buffer]], Mapping[Buffer, int]],
+        starts_of: Callable[[Collection[Buffer]], Mapping[Buffer, int]] | None = None,
     ) -> None:
         placed: list[Tensor] = []
         self.buffers: list[Buffer] = []
@@ -94,13 +95,15 @@ class Operands:
             if t is not None and t.buffer is not None:
                 placed.append(t)
                 self.buffers.append(t.buffer)
-        starts = starts_of({*self.buffers})
+        starts = dict.fromkeys(self.buffers, 0) if starts_of is None else starts_of({*self.buffers})
         self.addresses = [starts[b] + t.offset for t, b in zip(placed, self.buffers, strict=True)]
         packs = {b: b.packing for b in starts if type(b.buft).packing is not BufferType.packing}
-        packings = [packs[b](t) if b in packs else "" for t, b in zip(placed, self.buffers, strict=True)]
+        packings: Iterable[str] = repeat("")
+        if packs:
+            packings = [packs[b](t) if b in packs else "" for t, b in zip(placed, self.buffers, strict=True)]
         layouts = [t.layout for t in placed]
         low = [a & ALIGNED for a in self.addresses]
-        self.forms = [*kinds.numbered(zip(layouts, low, packings, strict=True)), ABSENT]
+        self.forms = [*kinds.numbered(zip(layouts, low, packings, strict=False)), ABSENT]
         self.numbers: dict[Tensor | None, int] = dict(zip(placed, count()))
         self.numbers[None] = len(placed)
         self.addresses.append(0)
@@ -111,7 +114,7 @@ class Operands:
         if len({*numbers}) < len(numbers):
             same: dict[int, int] = {}
             what += tuple(map(same.setdefault, numbers, count()))
-        return (what, *[self.forms[i] for i in numbers])
+        return (what, *map(self.forms.__getitem__, numbers))
 
 
 def operands_of(item: Item) -> Sequence[Tensor | None]:

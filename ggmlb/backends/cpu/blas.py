@@ -6,8 +6,9 @@ differently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cache
+from itertools import repeat
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -28,14 +29,17 @@ def _libraries() -> list[Any]:
     return [library for library in found if library.user_api == "blas"]
 
 
-def _set(counts: Sequence[int]) -> None:
-    """Set the threads of each library, from any thread of the process."""
-    for library, n in zip(_libraries(), counts, strict=True):
+def _set(counts: Iterable[int]) -> list[int]:
+    """Set the threads of each library, from any thread of the process; return what they were."""
+    before = []
+    for library, n in zip(_libraries(), counts):  # noqa: B905 - the counts may go on
+        before.append(library.get_num_threads())
         # Since 3.8, threadpoolctl obeys only the first thread that set a number, until that is forgotten.
         forget = getattr(library, "clear_controlling_thread", lambda force: None)
         forget(force=True)
         library.set_num_threads(n)
         forget(force=True)
+    return before
 
 
 class _OneThread:
@@ -53,8 +57,7 @@ class _OneThread:
     def __enter__(self) -> None:
         with self._lock:
             if not self._n_inside:
-                self._before = [library.get_num_threads() for library in _libraries()]
-                _set([1 for _ in self._before])
+                self._before = _set(repeat(1))
             self._n_inside += 1
 
     def __exit__(
@@ -63,17 +66,14 @@ class _OneThread:
         with self._lock:
             self._n_inside = max(0, self._n_inside - 1)  # 0 where a step has forked this process
             if not self._n_inside:
-                self._restore()
-
-    def _restore(self) -> None:
-        _set(self._before)
+                _set(self._before)
 
     def _forget_threads(self) -> None:
         """Go on in a fork, which has none of the threads that were inside."""
         self._lock = Lock()
         if self._n_inside:
             self._n_inside = 0
-            self._restore()
+            _set(self._before)
 
 
 one_blas_thread = _OneThread()

@@ -33,6 +33,14 @@ from ggmlb.interface import BufferType
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments: views, which become arrays, and constants."""
 
+Place: TypeAlias = tuple[int, Any, int, tuple[int, ...], tuple[int, ...]]
+"""Of an array its memory, item, offset, shape and strides; of a constant CONSTANT, and it as item."""
+
+PlacedCall: TypeAlias = tuple[Callable[..., Any], list[Place]]
+"""A function, and the places of its arguments."""
+
+CONSTANT: Final = -1
+
 Kernel = Callable[..., Any]
 """`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32, `y` perhaps the memory of an `x`."""
 
@@ -64,7 +72,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lowered:
+class LoweredCalls:
     """The calls of a kind of node.
 
     Attributes:
@@ -73,12 +81,12 @@ class Lowered:
         is_kept: Whether they may be kept.
     """
 
-    steps: list[Call | list[list[Call]] | TileStage]
+    steps: list[PlacedCall | list[list[PlacedCall]] | TileStage]
     scratch: list[int]
     is_kept: bool
 
 
-def lower(node: Tensor, n_threads: int) -> Lowered:
+def lower(node: Tensor, n_threads: int) -> LoweredCalls:
     """Lower a node by its rule.
 
     Raises:
@@ -90,7 +98,19 @@ def lower(node: Tensor, n_threads: int) -> Lowered:
     lw = NodeLowering(node, n_threads)
     RULES[node.op](lw, node)
     is_kept = node.op not in CALLBACKS and lw.constants_nbytes <= MAX_CONSTANTS
-    return Lowered(lw.steps, lw.scratch_nbytes, is_kept)
+    steps: list[PlacedCall | list[list[PlacedCall]] | TileStage] = []
+    for step in lw.steps:
+        if isinstance(step, list):
+            steps.append([[placed(call) for call in calls] for calls in step])
+        else:
+            steps.append(step if isinstance(step, TileStage) else placed(step))
+    return LoweredCalls(steps, lw.scratch_nbytes, is_kept)
+
+
+def placed(call: Call) -> PlacedCall:
+    """Return the places of the arguments of a call."""
+    fn, args = call
+    return fn, [arg.place() if isinstance(arg, View) else (CONSTANT, arg, 0, (), ()) for arg in args]
 
 
 class NodeLowering:
@@ -105,7 +125,7 @@ class NodeLowering:
         weight_tile: Values of a weight, or of keys and values, that are held as float32 at a time.
         parallel_work: Additions below which waking a thread does not pay: about 0.1 ms.
         parallel_call: Additions of a call over all threads, below which threading does not pay.
-        steps, scratch_nbytes: As in `Lowered`.
+        steps, scratch_nbytes: As in `LoweredCalls`.
         constants_nbytes: Size of the constant arrays among the arguments [bytes].
     """
 
@@ -197,9 +217,8 @@ class NodeLowering:
             scratch: Number of scratch arrays of the kernel.
             work: Cost of the kernel per element, in additions, to decide on threads.
         """
-        views = [self.view(t) for t in (out, *src)]
-        inner = int(any([v.type.is_quantized for v in views]))
-        self.tiled(kernel, *views, inner=inner, scratch=scratch, work=work)
+        inner = int(not BLOCKS.isdisjoint([t.dtype for t in (out, *src)]))
+        self.tiled(kernel, *map(self.view, (out, *src)), inner=inner, scratch=scratch, work=work)
 
     def rowwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
         """Emit `kernel(y, *x, *scratch)` over rows: as `elementwise`, but rows (axis -1) stay whole.
@@ -207,7 +226,7 @@ class NodeLowering:
         Sources and result have the same number of rows; the lengths of their rows may differ. Scratch
         arrays are like the first source.
         """
-        self.tiled(kernel, *[self.view(t) for t in (out, *src)], inner=1, scratch=scratch, work=work)
+        self.tiled(kernel, *map(self.view, (out, *src)), inner=1, scratch=scratch, work=work)
 
     def tiled(
         self,
@@ -240,22 +259,28 @@ class NodeLowering:
         if 0 in out.shape:
             return
         views = merged(broadcast([out, *src], inner), inner)
-        n_items = max([prod(v.shape) for v in views])
+        casts: list[kernels.Cast | None] = []
+        n_items = 0
+        for v in views:
+            n_items = max(n_items, prod(v.shape))
+            casts.append(kernels.loader(v.type) if convert and casts else None)
+        if convert:
+            casts[0] = kernels.storer(out.type)
         n_workers = self.workers(work * n_items, None if one_call else n_items)
         n_tiles = -(-n_items // self.tile)  # enough to keep within the limit
         n_tiles = -(-n_tiles // n_workers) * n_workers  # and the same number for each worker
         if least > 1:
             most = max(1, views[0].shape[0] // least)
             n_tiles = n_tiles if n_tiles <= most else max(most // n_workers * n_workers, 1)
-        casts: list[kernels.Cast | None] = [None] * len(views)
-        if convert:
-            casts = [kernels.storer(out.type), *[kernels.loader(v.type) for v in src]]
-        stage = TileStage(kernel, views, whole, casts, inner, scratch, n_items, n_tiles, n_workers, least)
-        group = TiledGroup(stage)
-        if group.is_closed:
-            self.emit_parallel(group.lists(self.scratch))
-        else:
+        n_slots = scratch + len(casts) - casts.count(None)
+        stage = TileStage(kernel, views, whole, casts, scratch, n_slots, n_items, n_tiles, n_workers, least)
+        if n_tiles == 1 and not n_slots:
+            stage.add_calls(self.steps, views, ())
+        elif 1 < n_tiles <= views[0].shape[0]:
             self.steps.append(stage)
+        else:  # in one tile, or its first dimension is too short
+            cut = [views] if n_tiles == 1 else tiles(views, inner, self.tile)
+            self.emit_parallel(spread([stage], [cut], self.scratch))
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""
@@ -287,11 +312,11 @@ class TileStage:
 
     Attributes:
         kernel: What to run on each tile.
-        views: Result and sources, equal in all extents but those of the last `inner` dimensions.
+        views: Result and sources, equal in all extents but those of the last dimensions.
         whole: Operands that every tile reads whole.
         casts: Conversions of `views`, or `None`: from the result, to the sources.
-        inner: How many dimensions are never cut.
         n_scratch: How many scratch arrays the kernel wants; they are like the first source.
+        n_slots: How many scratch arrays, those for converted tiles included.
         n_items: Items of the largest view.
         n_tiles: How many tiles, if it is by itself.
         n_workers: Over how many threads to spread it, if it is by itself.
@@ -302,8 +327,8 @@ class TileStage:
     views: list[View]
     whole: Sequence[View]
     casts: list[kernels.Cast | None]
-    inner: int
     n_scratch: int
+    n_slots: int
     n_items: int
     n_tiles: int
     n_workers: int
@@ -314,11 +339,6 @@ class TileStage:
         """Extent of the dimension that is cut."""
         return self.views[0].shape[0]
 
-    @property
-    def n_slots(self) -> int:
-        """Number of scratch arrays, those for converted tiles included."""
-        return self.n_scratch + len(self.casts) - self.casts.count(None)
-
     def bound(self, bind: Callable[[View], View]) -> TileStage:
         """Return the stage with other memory."""
         return replace(self, views=[*map(bind, self.views)], whole=[*map(bind, self.whole)])
@@ -328,7 +348,7 @@ class TileStage:
         parts = [((a, b - a),) for a, b in itertools.pairwise(bounds)]
         return [[piece(v, part) for v in self.views] for part in parts]
 
-    def add_calls(self, calls: list[Call], tile: list[View], slots: Sequence[View]) -> None:
+    def add_calls(self, calls: list[Any], tile: list[View], slots: Sequence[View]) -> None:
         """Append the loads, the kernel and the store of a tile."""
         free = iter(slots)
         args = list(tile)
@@ -337,9 +357,11 @@ class TileStage:
                 args[i] = next(free).first(tile[i].value_shape())
                 if i:
                     calls.append((cast, (args[i], tile[i])))
-        like = tile[:2][-1].value_shape()
-        scratch = [next(free).first(like) for _ in range(self.n_scratch)]
-        calls.append((self.kernel, (*args, *self.whole, *scratch)))
+        args += self.whole
+        if self.n_scratch:
+            like = tile[:2][-1].value_shape()
+            args += [scratch.first(like) for scratch in free][: self.n_scratch]
+        calls.append((self.kernel, tuple(args)))
         store = self.casts[0]
         if store is not None:
             calls.append((store, (tile[0], args[0])))
@@ -354,25 +376,12 @@ class TiledGroup:
 
     def __init__(self, stage: TileStage) -> None:
         self.stages = [stage]
-        self._bounds: list[int] | None = None
-        if stage.n_tiles == 1:
-            self._tiles = [[stage.views]]
-        elif stage.n_tiles <= stage.n:
-            self._bounds = [i * stage.n // stage.n_tiles for i in range(stage.n_tiles + 1)]
-            self._tiles = [stage.cut(self._bounds)]
-        else:  # the first dimension is too short
-            self._tiles = [tiles(stage.views, stage.inner, NodeLowering.tile)]
+        self._bounds = [i * stage.n // stage.n_tiles for i in range(stage.n_tiles + 1)]
+        self._tiles = [stage.cut(self._bounds)]
         self._ranges: list[list[list[Range]]] | None = None
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no other stage can join."""
-        return self._bounds is None
 
     def accepts(self, stage: TileStage) -> bool:
         """Add the stage, if it can run on a tile directly after the earlier stages; all are bound."""
-        if self._bounds is None:
-            return False
         n_tiles, own = len(self._bounds) - 1, self.stages[0].n
         if not LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * NodeLowering.tile * n_tiles:
             return False
@@ -391,21 +400,28 @@ class TiledGroup:
         return True
 
     def lists(self, scratch: Scratch) -> list[list[Call]]:
-        """Return the calls of each worker; tiles go round.
+        """Return the calls of each worker; see `spread`."""
+        return spread(self.stages, self._tiles, scratch)
 
-        Args:
-            scratch: Takes as many arrays for each worker, as large, as any stage wants.
-        """
-        n_tiles = len(self._tiles[0])
-        n = 1 if n_tiles == 1 else min(n_tiles, max(stage.n_workers for stage in self.stages))
-        n_slots = max([s.n_slots for s in self.stages])
-        shape = (max([prod(v.value_shape()) for cut in self._tiles for tile in cut for v in tile]),)
-        slots = [[scratch(shape) for _ in range(n_slots)] for _ in range(n)]
-        lists: list[list[Call]] = [[] for _ in range(n)]
-        for i in range(n_tiles):
-            for stage, cut in zip(self.stages, self._tiles, strict=True):
-                stage.add_calls(lists[i % n], cut[i], slots[i % n])
-        return lists
+
+def spread(stages: list[TileStage], cuts: list[list[list[View]]], scratch: Scratch) -> list[list[Call]]:
+    """Return the calls of each worker; tiles go round.
+
+    Args:
+        stages: Run in order on each tile.
+        cuts: The tiles of each stage.
+        scratch: Takes as many arrays for each worker, as large, as any stage wants.
+    """
+    n_tiles = len(cuts[0])
+    n = 1 if n_tiles == 1 else min(n_tiles, max([stage.n_workers for stage in stages]))
+    n_slots = max([s.n_slots for s in stages])
+    shape = (max([prod(v.value_shape()) for cut in cuts for tile in cut for v in tile]),)
+    slots = [[scratch(shape) for _ in range(n_slots)] for _ in range(n)]
+    lists: list[list[Call]] = [[] for _ in range(n)]
+    for i in range(n_tiles):
+        for stage, cut in zip(stages, cuts, strict=True):
+            stage.add_calls(lists[i % n], cut[i], slots[i % n])
+    return lists
 
 
 def _ranges(stage: TileStage, cut: list[list[View]]) -> list[list[Range]]:

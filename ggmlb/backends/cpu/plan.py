@@ -14,7 +14,15 @@ import numpy as np
 import ggmlb.backends.cpu.ops  # noqa: F401 (fills the table of rules)
 from ggmlb.backends.common.kinds import Kinds, Operands, operands_of
 from ggmlb.backends.common.workspace import Array, Workspace
-from ggmlb.backends.cpu.lowering import CALLBACKS, Call, Lowered, TiledGroup, TileStage, lower
+from ggmlb.backends.cpu.lowering import (
+    CALLBACKS,
+    LoweredCalls,
+    PlacedCall,
+    TiledGroup,
+    TileStage,
+    lower,
+    placed,
+)
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.backends.cpu.views import View
 from ggmlb.core.enums import NO_OPS, Status
@@ -22,6 +30,8 @@ from ggmlb.core.errors import AllocationError, BackendError, Error
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Command, GraphPlan
+
+_array = np.ndarray
 
 Step = Callable[[], Any]
 """A call with everything bound."""
@@ -39,7 +49,7 @@ class CpuLowering:
         threads: Run the tiles of big nodes.
     """
 
-    def __init__(self, kinds: Kinds[Lowered], workspace: Workspace, threads: Threads) -> None:
+    def __init__(self, kinds: Kinds[LoweredCalls], workspace: Workspace, threads: Threads) -> None:
         self._kinds = kinds
         self._workspace = workspace
         self._threads = threads
@@ -54,56 +64,50 @@ class CpuLowering:
         Raises:
             UnsupportedOpError: The rules decline a node.
         """
-        self._kinds.make_room()
+        kinds, n_threads = self._kinds, self._threads.n
+        kinds.make_room()
         nodes = list(nodes)
-        tensors_of = [operands_of(node) for node in nodes]
-        operands = Operands(tensors_of, self._kinds, lambda buffers: dict.fromkeys(buffers, 0))
+        tensors_of = list(map(operands_of, nodes))
+        operands = Operands(tensors_of, kinds)
         bases = {b: b.base for b in {*operands.buffers}}
-        memory: Memory = [(bases[b], start) for b, start in zip(operands.buffers, operands.addresses)]  # noqa: B905
-        memory.append((None, 0))  # of absent operands
+        starts = operands.addresses  # one more than buffers: that of absent operands
+        memory: Memory = [*zip(map(bases.__getitem__, operands.buffers), starts), (None, 0)]  # noqa: B905
         self._steps, self._counts = [], []
         for node, tensors in zip(nodes, tensors_of, strict=True):
             self._counts.append(0)
-            if tensors:
-                numbers = list(map(operands.numbers.__getitem__, tensors))
-                lowered = self._lowered(node, numbers, operands)
-                if self._group is None:
-                    self._workspace.restart()
-                self._bind(lowered, [memory[i] for i in numbers])
-        self._flush()
+            if not tensors:
+                continue
+            numbers = list(map(operands.numbers.__getitem__, tensors))
+            kind = None if node.op in CALLBACKS else (n_threads, *operands.kind(node, numbers))
+            lowered = kinds.lowered.get(kind)
+            if lowered is None:
+                lowered = lower(node, n_threads)
+                if lowered.is_kept:
+                    kinds.lowered[kind] = lowered
+            self._bind(lowered, list(map(memory.__getitem__, numbers)))
+        if self._group is not None:
+            self._flush()
         return self._steps, self._counts
 
-    def _lowered(self, node: Tensor, numbers: list[int], operands: Operands) -> Lowered:
-        """Return the calls of a node's kind, lowered now if there are none."""
-        if node.op in CALLBACKS:
-            return lower(node, self._threads.n)
-        kind = (self._threads.n, *operands.kind(node, numbers))
-        found = self._kinds.lowered.get(kind)
-        if found is None:
-            found = lower(node, self._threads.n)
-            if found.is_kept:
-                self._kinds.lowered[kind] = found
-        return found
-
-    def _bind(self, lowered: Lowered, memory: Memory) -> None:
+    def _bind(self, lowered: LoweredCalls, memory: Memory) -> None:
         """Append the steps of a node, given the memory of its operands."""
-        memory += [self._workspace.reserve(n) for n in lowered.scratch]
+        if self._group is None:
+            self._workspace.restart()
+        memory += map(self._workspace.reserve, lowered.scratch)
         for step in lowered.steps:
             if isinstance(step, TileStage):
                 self._join(step.bound(partial(_placed, memory)))
+                continue
+            if self._group is not None:
+                self._flush()
+            if isinstance(step, tuple):
+                self._steps.append(_step(step, memory))
             else:
-                if self._group is not None:
-                    self._flush()
-                self._append(step, memory, len(self._counts) - 1)
+                self._steps.append(self._parallel(step, memory))
+            self._counts[-1] += 1
 
-    def _append(self, step: Call | list[list[Call]], memory: Memory, node: int) -> None:
-        """Append a call, or lists of calls for several threads, counted for a node."""
-        if isinstance(step, list):
-            lists = [[_step(call, memory) for call in calls] for calls in step]
-            self._steps.append(partial(self._threads.run, lists))
-        else:
-            self._steps.append(_step(step, memory))
-        self._counts[node] += 1
+    def _parallel(self, lists: list[list[PlacedCall]], memory: Memory) -> Step:
+        return partial(self._threads.run, [[_step(call, memory) for call in calls] for calls in lists])
 
     def _join(self, stage: TileStage) -> None:
         """Add a stage to the current group, or begin a new group."""
@@ -113,33 +117,35 @@ class CpuLowering:
         self._group_node = len(self._counts) - 1
 
     def _flush(self) -> None:
-        """Append the steps of the pending group, counted for the node of its last stage."""
+        """Append the steps of the pending group, if there is one, counted for the node of its last stage."""
         group, self._group = self._group, None
         if group is not None:
-            lists = group.lists(self._scratch)
-            for step in lists[0] if len(lists) == 1 else [lists]:
-                self._append(step, [], self._group_node)
+            lists = [[placed(call) for call in calls] for calls in group.lists(self._scratch)]
+            steps = [_step(call, []) for call in lists[0]] if len(lists) == 1 else [self._parallel(lists, [])]
+            self._steps += steps
+            self._counts[self._group_node] += len(steps)
 
     def _scratch(self, shape: tuple[int, ...]) -> View:
         array = self._workspace.take(shape)
         return View.packed(array.view(np.uint8), shape, array.dtype)
 
 
-def _step(call: Call, memory: Memory) -> Step:
+def _step(call: PlacedCall, memory: Memory) -> Step:
     """Bind a call to memory."""
-    fn, args = call
-    bound = []
-    for arg in args:
-        if type(arg) is View:
-            base, start = memory[arg.memory] if type(arg.memory) is int else (arg.memory, 0)
-            arg = np.ndarray(arg.shape, arg.item, base, start + arg.offset, arg.strides)
-        bound.append(arg)
-    return partial(fn, *bound)
+    fn, places = call
+    args: list[Any] = []
+    for where, item, offset, shape, strides in places:
+        if where >= 0:
+            base, start = memory[where]
+            args.append(_array(shape, item, base, start + offset, strides))
+        else:
+            args.append(item)
+    return partial(fn, *args)
 
 
 def _placed(memory: Memory, view: View) -> View:
     """Return a view with its memory in place of the number."""
-    if type(view.memory) is not int:
+    if not isinstance(view.memory, int):
         return view
     base, start = memory[view.memory]
     return View(base, view.type, view.item, start + view.offset, view.shape, view.strides)

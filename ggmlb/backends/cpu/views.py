@@ -61,6 +61,12 @@ class View:
         """View memory as items that lie side by side in order, from its beginning on."""
         return cls(memory, dtype, item, 0, shape, packed_strides(shape, item.itemsize))
 
+    def place(self) -> tuple[int, Any, int, tuple[int, ...], tuple[int, ...]]:
+        """Return memory, item, offset, shape and strides; -1 and the array if its memory is there."""
+        if isinstance(self.memory, int):
+            return self.memory, self.item, self.offset, self.shape, self.strides
+        return -1, np.ndarray(self.shape, self.item, self.memory, self.offset, self.strides), 0, (), ()
+
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
         """Return another window on the same memory, `offset` bytes further on."""
         return View(self.memory, self.type, self.item, self.offset + offset, shape, strides)
@@ -197,7 +203,10 @@ def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
                 strides.append(period * stride if m == n else 0)
             shape.append(period)
             strides.append(stride)
-    return [_outer(v, n_outer, *part) for v, part in zip(views, parts, strict=True)]
+    return [
+        v.reshaped((*shape, *v.shape[n_outer:]), (*strides, *v.strides[n_outer:]))
+        for v, (shape, strides) in zip(views, parts, strict=True)
+    ]
 
 
 def merged(views: Sequence[View], inner: int = 0) -> list[View]:
@@ -212,7 +221,10 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
     )
     if not shape:
         shape, strides = [1], [[0] for _ in views]
-    return [_outer(v, n_outer, shape[::-1], s[::-1]) for v, s in zip(views, strides, strict=True)]
+    return [
+        v.reshaped((*shape[::-1], *v.shape[n_outer:]), (*s[::-1], *v.strides[n_outer:]))
+        for v, s in zip(views, strides, strict=True)
+    ]
 
 
 def grouped(a: View, *others: View) -> list[View]:
@@ -233,11 +245,6 @@ def grouped(a: View, *others: View) -> list[View]:
             for v, j, (r3, r2) in zip(others, joined, repeats, strict=True)
         ],
     ]
-
-
-def _outer(view: View, n_outer: int, shape: Sequence[int], strides: Sequence[int]) -> View:
-    """Replace the first dimensions of a view."""
-    return view.reshaped((*shape, *view.shape[n_outer:]), (*strides, *view.strides[n_outer:]))
 
 
 Cut = tuple[tuple[int, int], ...]

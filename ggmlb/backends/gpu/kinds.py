@@ -222,7 +222,7 @@ class BoundItems(Generic[Step]):
         kinds.make_room()
         apart = [is_apart(item) for item in items]
         tensors_of = [() if x else operands_of(item) for item, x in zip(items, apart, strict=True)]
-        operands = Operands(tensors_of, kinds, _no_starts)
+        operands = Operands(tensors_of, kinds)
         self.n_steps: list[int] = []
         self.results: list[Tensor] = []
         self.steps: list[Step] = []
@@ -338,8 +338,3 @@ class BoundItems(Generic[Step]):
         for first, each in zip(self._firsts, self._found, strict=True):
             firsts += [first] * len(each.steps)
         return [self.memory[i] for i in self._slots], firsts
-
-
-def _no_starts(buffers: Collection[Buffer]) -> dict[Buffer, int]:
-    """Return 0 for each buffer, as only offsets count in a form: buffers begin at multiples of 64 bytes."""
-    return dict.fromkeys(buffers, 0)

@@ -191,7 +191,8 @@ def _is_known(node: Tensor) -> str | None:
 def unary(lw: NodeLowering, t: Tensor) -> None:
     """The function that the op, or its parameter `op`, names; its other parameters by name."""
     function, scratch, work = FUNCTIONS[t.params.get("op", t.op)]
-    params = {name: value for name, value in t.params.items() if name != "op"}
+    params = dict(t.params)
+    params.pop("op", None)
     kernel = partial(function, **params) if params else function
     lw.elementwise(kernel, t, *t.sources, scratch=scratch, work=work)
 
