@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.lowering import RULES
 from ggmlb.backends.cpu.ops import conv, deepseek
@@ -45,6 +46,7 @@ def correlate(data, kernel, stride, padding, dilation):
 @pytest.mark.parametrize("items", [1, 200, 1 << 20])
 def test_convolutions_are_cut_into_patches_that_fit(cpu, monkeypatch, items):
     monkeypatch.setattr(conv, "N_PATCH_ITEMS", items)
+    monkeypatch.setattr(cpu.device, "kinds", Kinds())
     p = Program()
     a, b = p.leaf((3, 2, 3, 4)), p.leaf((9, 8, 3, 2))
     plane = p.ctx.conv_2d_direct(a, b, 2, 1, 1, 0, 1, 2)
@@ -83,6 +85,7 @@ def test_a_batch_of_conv_transpose_2d_is_computed_whole(cpu):
 @pytest.mark.parametrize("dtype", [F32, F16, DType.Q8_0])
 def test_the_lightning_indexer_scores_in_pieces(cpu, monkeypatch, n_scores, dtype):
     monkeypatch.setattr(deepseek, "N_SCORES", n_scores)
+    monkeypatch.setattr(cpu.device, "kinds", Kinds())
     p, (d, h, n_q, n_kv, n) = Program(), (32, 3, 5, 7, 2)
     q, k = p.leaf((d, h, n_q, n)), p.leaf((d, 1, n_kv, n), dtype)
     w, mask = p.leaf((h, n_q, 1, n)), p.leaf((n_kv, n_q, 1, n), F16)

@@ -7,6 +7,7 @@ that a loop over tokens sees, at each turn, all sequences and heads at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from ggmlb.backends.common.rules import F32, FLOATS, I32, operands
 from ggmlb.backends.common.workspace import Array
 from ggmlb.backends.cpu.kernels import take_rows
-from ggmlb.backends.cpu.lowering import RULES, Call, NodeLowering
+from ggmlb.backends.cpu.lowering import RULES, NodeLowering
 from ggmlb.backends.cpu.ops.conv import sum_of_products
 from ggmlb.backends.cpu.ops.elementwise import softplus
 from ggmlb.backends.cpu.views import View
@@ -52,26 +53,26 @@ def scan(
         tokens: Operands and outputs, one per token along the first axis.
         held: Operands that do not change in time, and scratch.
     """
-    n, kept, n_items = tokens[0].shape[0], states.shape[0], prod(first.shape)
+    n, kept, n_tokens = tokens[0].shape[0], states.shape[0], len(tokens)
     work = lw.scratch(first.shape) if n > kept else first
-    new = [states[n - 1 - i] if n - 1 - i < kept else work for i in range(n)]
-    shared = first.shape[:-2]
+
+    def run(first: Array, states: Array, work: Array, *more: Array) -> None:
+        old = first
+        for i in range(n):
+            new = states[n - 1 - i] if n - 1 - i < kept else work
+            advance(new, old, *[x[i] for x in more[:n_tokens]], *more[n_tokens:])
+            old = new
+        states[n:] = first
+
+    shared, n_items = first.shape[:-2], prod(first.shape)
     axis = shared.index(max(shared))
     n_workers = min(shared[axis], lw.workers(n * n_items, n_items))
     bounds = [i * shared[axis] // n_workers for i in range(n_workers + 1)]
-    lists: list[list[Call]] = []
-    for here in map(slice, bounds[:-1], bounds[1:]):
-        calls: list[Call] = [
-            (advance, tuple([_part(x, axis, here) for x in turn]))
-            for turn in (
-                (new[i], new[i - 1] if i else first, *(x[i] for x in tokens), *held) for i in range(n)
-            )
-        ]
-        older = _part(states, axis + 1, here)[n:]
-        if older.shape[0]:
-            calls.append((np.copyto, (older, _part(first, axis, here))))
-        lists.append(calls)
-    lw.emit_parallel(lists)
+    arrays = [(first, axis), (states, axis + 1), (work, axis)]
+    arrays += [*[(x, axis + 1) for x in tokens], *[(x, axis) for x in held]]
+    lw.emit_parallel(
+        [[(run, tuple([_part(x, at, slice(*ends)) for x, at in arrays]))] for ends in pairwise(bounds)]
+    )
 
 
 def _part(x: View, axis: int, here: slice) -> View:
