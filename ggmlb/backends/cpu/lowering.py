@@ -6,7 +6,7 @@ them to the memory of each (`CpuPlan`). So functions that a rule emits get views
 A kernel that is emitted as `tiled` runs over tiles of its operands, with conversions at the tiles' edges.
 Consecutive kernels that can be tiled alike are grouped: all of them run over the first tile, then over
 the second, so that intermediate results stay in cache and threads need no synchronization in between.
-Grouping depends on addresses, and is left to the plan; a kernel in one tile is its calls.
+Grouping depends on addresses, and is left to the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from ggmlb.backends.common.rules import ANY, BLOCKS, FLOATS, Rules
 from ggmlb.backends.common.workspace import Array
 from ggmlb.backends.cpu import kernels
-from ggmlb.backends.cpu.views import View, broadcast, merged, piece, tiles
+from ggmlb.backends.cpu.views import CONSTANT, Place, View, broadcast, merged, piece, tiles
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
@@ -33,13 +33,11 @@ from ggmlb.interface import BufferType
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments: views, which become arrays, and constants."""
 
-Place: TypeAlias = tuple[int, Any, int, tuple[int, ...], tuple[int, ...]]
-"""Of an array its memory, item, offset, shape and strides; of a constant CONSTANT, and it as item."""
-
 PlacedCall: TypeAlias = tuple[Callable[..., Any], list[Place]]
 """A function, and the places of its arguments."""
 
-CONSTANT: Final = -1
+Step: TypeAlias = PlacedCall | list[list[PlacedCall]]
+"""A call, or lists of calls that may run at the same time."""
 
 Kernel = Callable[..., Any]
 """`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32, `y` perhaps the memory of an `x`."""
@@ -76,12 +74,12 @@ class LoweredCalls:
     """The calls of a kind of node.
 
     Attributes:
-        steps: Calls, lists of calls for several threads, and kernels that may join a group of tiles.
+        steps: What to run in order; kernels that may be in a group of tiles are stages.
         scratch: Sizes of the pieces of scratch [bytes]; their memory is numbered from `len(node.src) + 1` on.
         is_kept: Whether they may be kept.
     """
 
-    steps: list[PlacedCall | list[list[PlacedCall]] | TileStage]
+    steps: list[Step | TileStage]
     scratch: list[int]
     is_kept: bool
 
@@ -98,18 +96,16 @@ def lower(node: Tensor, n_threads: int) -> LoweredCalls:
     lw = NodeLowering(node, n_threads)
     RULES[node.op](lw, node)
     is_kept = node.op not in CALLBACKS and lw.constants_nbytes <= MAX_CONSTANTS
-    steps: list[PlacedCall | list[list[PlacedCall]] | TileStage] = []
-    for step in lw.steps:
-        if isinstance(step, list):
-            steps.append([[placed(call) for call in calls] for calls in step])
-        else:
-            steps.append(step if isinstance(step, TileStage) else placed(step))
-    return LoweredCalls(steps, lw.scratch_nbytes, is_kept)
+    return LoweredCalls(lw.steps, lw.scratch_nbytes, is_kept)
 
 
-def placed(call: Call) -> PlacedCall:
-    """Return the places of the arguments of a call."""
-    fn, args = call
+def steps_of(lists: Sequence[list[Call]]) -> list[Step]:
+    """Return the steps of lists of calls, one list for each worker."""
+    placed = [[_placed(*call) for call in calls] for calls in lists]
+    return [*placed[0]] if len(placed) == 1 else [placed]
+
+
+def _placed(fn: Callable[..., Any], args: tuple[Any, ...]) -> PlacedCall:
     return fn, [arg.place() if isinstance(arg, View) else (CONSTANT, arg, 0, (), ()) for arg in args]
 
 
@@ -139,7 +135,7 @@ class NodeLowering:
         self._n_operands = len(operands)
         self._numbers = dict(zip(reversed(operands), reversed(range(len(operands))), strict=True))
         self._n_threads = n_threads
-        self.steps: list[Call | list[list[Call]] | TileStage] = []
+        self.steps: list[Step | TileStage] = []
         self.scratch_nbytes: list[int] = []
         self.constants_nbytes = 0
 
@@ -198,14 +194,11 @@ class NodeLowering:
         for arg in args:
             if isinstance(arg, np.ndarray):
                 self.constants_nbytes += arg.nbytes
-        self.steps.append((fn, args))
+        self.steps.append(_placed(fn, args))
 
     def emit_parallel(self, lists: Sequence[list[Call]]) -> None:
         """Append lists of calls that may run at the same time."""
-        if len(lists) == 1:
-            self.steps += lists[0]
-        else:
-            self.steps.append(list(lists))
+        self.steps += steps_of(lists)
 
     def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
         """Emit `kernel(y, *x, *scratch)` over all elements; sources repeat over the result's shape.
@@ -272,15 +265,15 @@ class NodeLowering:
         if least > 1:
             most = max(1, views[0].shape[0] // least)
             n_tiles = n_tiles if n_tiles <= most else max(most // n_workers * n_workers, 1)
-        n_slots = scratch + len(casts) - casts.count(None)
-        stage = TileStage(kernel, views, whole, casts, scratch, n_slots, n_items, n_tiles, n_workers, least)
-        if n_tiles == 1 and not n_slots:
-            stage.add_calls(self.steps, views, ())
-        elif 1 < n_tiles <= views[0].shape[0]:
-            self.steps.append(stage)
-        else:  # in one tile, or its first dimension is too short
+        may_join = views[0].shape[0] > 1 and n_items >= 2 * LEAST_ITEMS
+        if n_tiles == 1 and not may_join and not scratch and casts.count(None) == len(casts):
+            self.emit(kernel, *views, *whole)
+            return
+        stage = TileStage(kernel, views, whole, casts, scratch, n_items, n_tiles, n_workers, least)
+        if n_tiles == 1 or n_tiles > stage.n:  # its first dimension is too short
             cut = [views] if n_tiles == 1 else tiles(views, inner, self.tile)
-            self.emit_parallel(spread([stage], [cut], self.scratch))
+            stage.alone = steps_of(spread([stage], [cut], self.scratch))
+        self.steps += [stage] if may_join or stage.alone is None else stage.alone
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""
@@ -316,11 +309,11 @@ class TileStage:
         whole: Operands that every tile reads whole.
         casts: Conversions of `views`, or `None`: from the result, to the sources.
         n_scratch: How many scratch arrays the kernel wants; they are like the first source.
-        n_slots: How many scratch arrays, those for converted tiles included.
         n_items: Items of the largest view.
         n_tiles: How many tiles, if it is by itself.
         n_workers: Over how many threads to spread it, if it is by itself.
         least: The least extent of a tile in the first dimension.
+        alone: The steps if it does not join a group; `None` if it begins one.
     """
 
     kernel: Kernel
@@ -328,11 +321,16 @@ class TileStage:
     whole: Sequence[View]
     casts: list[kernels.Cast | None]
     n_scratch: int
-    n_slots: int
     n_items: int
     n_tiles: int
     n_workers: int
     least: int
+    alone: list[Step] | None = None
+
+    @property
+    def n_slots(self) -> int:
+        """How many scratch arrays, those for converted tiles included."""
+        return self.n_scratch + len(self.casts) - self.casts.count(None)
 
     @property
     def n(self) -> int:
@@ -348,7 +346,7 @@ class TileStage:
         parts = [((a, b - a),) for a, b in itertools.pairwise(bounds)]
         return [[piece(v, part) for v in self.views] for part in parts]
 
-    def add_calls(self, calls: list[Any], tile: list[View], slots: Sequence[View]) -> None:
+    def add_calls(self, calls: list[Call], tile: list[View], slots: Sequence[View]) -> None:
         """Append the loads, the kernel and the store of a tile."""
         free = iter(slots)
         args = list(tile)

@@ -18,10 +18,11 @@ from ggmlb.backends.cpu.lowering import (
     CALLBACKS,
     LoweredCalls,
     PlacedCall,
+    Step,
     TiledGroup,
     TileStage,
     lower,
-    placed,
+    steps_of,
 )
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.backends.cpu.views import View
@@ -33,7 +34,7 @@ from ggmlb.interface import Backend, Command, GraphPlan
 
 _array = np.ndarray
 
-Step = Callable[[], Any]
+BoundStep = Callable[[], Any]
 """A call with everything bound."""
 
 Memory = list[tuple[Array, int]]
@@ -53,12 +54,12 @@ class CpuLowering:
         self._kinds = kinds
         self._workspace = workspace
         self._threads = threads
-        self._steps: list[Step] = []
+        self._steps: list[BoundStep] = []
         self._counts: list[int] = []
         self._group: TiledGroup | None = None
         self._group_node = 0
 
-    def lower(self, nodes: Iterable[Tensor]) -> tuple[list[Step], list[int]]:
+    def lower(self, nodes: Iterable[Tensor]) -> tuple[list[BoundStep], list[int]]:
         """Return the steps that compute the nodes, and how many of them each node has.
 
         Raises:
@@ -96,41 +97,48 @@ class CpuLowering:
         memory += map(self._workspace.reserve, lowered.scratch)
         for step in lowered.steps:
             if isinstance(step, TileStage):
-                self._join(step.bound(partial(_placed, memory)))
-                continue
-            if self._group is not None:
-                self._flush()
-            if isinstance(step, tuple):
-                self._steps.append(_step(step, memory))
+                self._add_stage(step, memory)
             else:
-                self._steps.append(self._parallel(step, memory))
-            self._counts[-1] += 1
+                if self._group is not None:
+                    self._flush()
+                self._append([step], memory)
 
-    def _parallel(self, lists: list[list[PlacedCall]], memory: Memory) -> Step:
-        return partial(self._threads.run, [[_step(call, memory) for call in calls] for calls in lists])
-
-    def _join(self, stage: TileStage) -> None:
-        """Add a stage to the current group, or begin a new group."""
-        if self._group is None or not self._group.accepts(stage):
+    def _add_stage(self, stage: TileStage, memory: Memory) -> None:
+        """Add a stage to the current group, begin a new group, or append its steps."""
+        if self._group is not None or stage.alone is None:
+            bound = stage.bound(partial(_placed, memory))
+            joins = self._group is not None and self._group.accepts(bound)
+            if joins or stage.alone is None:
+                if not joins:
+                    self._flush()
+                    self._group = TiledGroup(bound)
+                self._group_node = len(self._counts) - 1
+                return
             self._flush()
-            self._group = TiledGroup(stage)
-        self._group_node = len(self._counts) - 1
+        self._append(stage.alone, memory)
+
+    def _append(self, steps: list[Step], memory: Memory, node: int = -1) -> None:
+        """Append steps, counted for a node."""
+        for step in steps:
+            if isinstance(step, tuple):
+                self._steps.append(_bound(step, memory))
+            else:
+                lists = [[_bound(call, memory) for call in calls] for calls in step]
+                self._steps.append(partial(self._threads.run, lists))
+            self._counts[node] += 1
 
     def _flush(self) -> None:
-        """Append the steps of the pending group, if there is one, counted for the node of its last stage."""
+        """Append the steps of the pending group, counted for the node of its last stage."""
         group, self._group = self._group, None
         if group is not None:
-            lists = [[placed(call) for call in calls] for calls in group.lists(self._scratch)]
-            steps = [_step(call, []) for call in lists[0]] if len(lists) == 1 else [self._parallel(lists, [])]
-            self._steps += steps
-            self._counts[self._group_node] += len(steps)
+            self._append(steps_of(group.lists(self._scratch)), [], self._group_node)
 
     def _scratch(self, shape: tuple[int, ...]) -> View:
         array = self._workspace.take(shape)
         return View.packed(array.view(np.uint8), shape, array.dtype)
 
 
-def _step(call: PlacedCall, memory: Memory) -> Step:
+def _bound(call: PlacedCall, memory: Memory) -> BoundStep:
     """Bind a call to memory."""
     fn, places = call
     args: list[Any] = []
@@ -181,7 +189,7 @@ class CpuPlan(GraphPlan):
                 commands.append(Command(node.describe(), False, start, perf_counter_ns()))
         return Status.SUCCESS
 
-    def _call(self, steps: Iterator[Step], count: int | None) -> None:
+    def _call(self, steps: Iterator[BoundStep], count: int | None) -> None:
         """Call the next steps, or all."""
         try:
             for step in islice(steps, count):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import EllipsisType
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,11 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Ne, contiguous_nb
 
 _ITEMS = {d: np.dtype(np.uint16) if d is DType.BF16 else d.numpy for d in DType}
+
+CONSTANT: Final = -1
+
+Place: TypeAlias = tuple[int, Any, int, tuple[int, ...], tuple[int, ...]]
+"""Of an array its memory, item, offset, shape and strides; of a constant CONSTANT, and it as item."""
 
 Index = int | slice | EllipsisType | None
 
@@ -61,11 +66,11 @@ class View:
         """View memory as items that lie side by side in order, from its beginning on."""
         return cls(memory, dtype, item, 0, shape, packed_strides(shape, item.itemsize))
 
-    def place(self) -> tuple[int, Any, int, tuple[int, ...], tuple[int, ...]]:
-        """Return memory, item, offset, shape and strides; -1 and the array if its memory is there."""
+    def place(self) -> Place:
+        """Return where its array is; the array itself as a constant if its memory is there."""
         if isinstance(self.memory, int):
             return self.memory, self.item, self.offset, self.shape, self.strides
-        return -1, np.ndarray(self.shape, self.item, self.memory, self.offset, self.strides), 0, (), ()
+        return CONSTANT, np.ndarray(self.shape, self.item, self.memory, self.offset, self.strides), 0, (), ()
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
         """Return another window on the same memory, `offset` bytes further on."""
