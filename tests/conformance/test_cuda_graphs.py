@@ -13,7 +13,6 @@ import pytest
 from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.plan import CudaPlan
-from ggmlb.backends.cuda.work import Bound
 from ggmlb.core.errors import BackendError, BackendUnavailable, FreedError
 from ggmlb.core.tensor import Tensor
 from tests.support.golden import FAMILIES, claimed
@@ -154,7 +153,7 @@ def test_all_other_steps_are_captured(stream: CudaBackend, family: str) -> None:
     for case in claimed(stream.device, family):
         built = case.build()
         with alloc_ctx_tensors(built.ctx, stream):
-            steps = [step for part in Bound(stream, built.graph).parts for step in part.steps]
+            steps = [step for part in CudaPlan(stream, built.graph).parts for step in part.steps]
         assert all(step.key is not None for step in steps), case.id
 
 

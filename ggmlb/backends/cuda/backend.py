@@ -6,6 +6,7 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import numpy.typing as npt
 
 from ggmlb.backends.common.fusion import gather
@@ -17,7 +18,7 @@ from ggmlb.backends.cuda.lowering import can_fuse
 from ggmlb.backends.cuda.plan import CudaPlan, IdleGraphs
 from ggmlb.backends.cuda.stream import CudaEvent, DeferredRelease
 from ggmlb.backends.cuda.work import Arena, allocate
-from ggmlb.backends.gpu.bad_index import SLOT, BadIndices
+from ggmlb.backends.gpu.bad_index import BadIndices
 from ggmlb.core.errors import BackendError
 from ggmlb.core.placement import overlap
 from ggmlb.interface import Backend
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from ggmlb.backends.common.fusion import Group
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.stream import Stream
-    from ggmlb.backends.gpu.bad_index import Slot, SlotBlock, Words
     from ggmlb.core.enums import Status
     from ggmlb.core.graph import Graph
     from ggmlb.core.tensor import Tensor
-    from ggmlb.interface import Event, GraphPlan
+    from ggmlb.interface import Buffer, Event, GraphPlan
     from ggmlb.interface.data import Bytes, Pieces
 
 MAX_HELD = 64
@@ -50,7 +50,7 @@ class CudaBackend(Backend):
         clock: Times its work between `start_timing` and `stop_timing`.
         idle_graphs: Executable graphs of dropped plans, for reuse.
         helpers: Its helper streams on other cards, for split products.
-        bad_indices: Records of out-of-range indices of its kernels.
+        bad_indices: The record of out-of-range indices of its kernels.
     """
 
     guid = "ggmlb-cuda-cupy"
@@ -117,7 +117,8 @@ class CudaBackend(Backend):
         except self._driver.errors as error:
             raise BackendError(self._late(error)) from None
         finally:
-            plan.slots.note_use()
+            if plan.has_indices:
+                self.bad_indices.note_use()
 
     def _plan_free(self, plan: GraphPlan) -> None:
         if self._last_plan is plan:
@@ -266,23 +267,16 @@ class CudaBackend(Backend):
             self._driver.stream_wait(self.stream.handle, event.handle)
 
     def _synchronize(self) -> None:
-        with self.bad_indices.looked_at(self):
-            self._finish()
+        self.bad_indices.finish(self)
 
-    def read_slots(self, block: SlotBlock, words: Words) -> None:
-        """As `SlotStream.read_slots`, but waits: CUDA would for such memory, under the stream's lock."""
-        self._finish()
-        what = f"read the index records of {self.name}"
-        cast("CudaBuffer", block.buffer).copy(what, CopyKind.TO_HOST, 0, words)
+    def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
+        """As `RecordStream.finish_and_read`, one after the other: CUDA would wait under the stream's lock."""
+        self.finish()
+        what = f"read the index record of {self.name}"
+        cast("CudaBuffer", buffer).copy(what, CopyKind.TO_HOST, 0, words)
 
-    def clear_slot(self, slot: Slot) -> None:
-        """As `SlotStream.clear_slot`."""
-        buffer = cast("CudaBuffer", slot.block.buffer)
-        what = f"clear an index record of {self.name}"
-        with self._transfer(what), self.device.on(), self.stream.lock:
-            self._driver.fill(buffer.address + slot.offset, 0, SLOT, self.stream.handle)
-
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """As `RecordStream.finish`."""
         guard.enter(f"synchronize {self.name}")
         try:
             n = self._n_held  # others may queue more before the wait ends

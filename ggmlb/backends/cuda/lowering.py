@@ -87,11 +87,11 @@ class CudaLowering(NamedTuple):
         """As `gpu.kinds.KindLowering.block`."""
         if isinstance(request, Launch):
             return argument_block(request, lambda mem: 0)
-        return struct.pack("3q", *[mem.offset for mem in request.mems])
+        return struct.pack("6q", *[word for mem in request.mems for word in (0, mem.offset)])
 
     def address_words(self, request: Request) -> Sequence[int]:
         """As `gpu.kinds.KindLowering.address_words`."""
-        return address_words(request.kernel) if isinstance(request, Launch) else (0, 1, 2)
+        return address_words(request.kernel) if isinstance(request, Launch) else (0, 2, 4)
 
 
 def _is_nothing(request: Request) -> bool:

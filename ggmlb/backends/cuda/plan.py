@@ -52,7 +52,7 @@ class CudaPlan(GraphPlan):
         parts: The nodes with their steps.
         segments: The same steps, divided where some cannot be captured.
         buffers: The buffers that they use.
-        slots: Slots for bad indices of its steps.
+        has_indices: Whether its steps read indices, so that a wait must read the record of bad ones.
     """
 
     if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class CudaPlan(GraphPlan):
 
     def __init__(self, backend: CudaBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
-        bound = Bound(backend, graph)
+        bound = Bound(self, backend, graph)
         self.parts: list[Part] = bound.parts
-        self.slots = bound.slots
+        self.has_indices = bound.has_indices
         self.buffers: tuple[CudaBuffer, ...] = tuple(bound.buffers.values())
         self.segments: list[Segment] = self._segments()
         self._wait = env.flag("GGMLB_CUDA_SYNC", default=False)

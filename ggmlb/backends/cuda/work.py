@@ -80,23 +80,22 @@ class Bound:
     Attributes:
         parts: The nodes with their steps.
         buffers: All buffers that the steps use.
-        slots: Slots for bad indices of the steps.
+        has_indices: Whether steps read indices.
     """
 
-    def __init__(self, backend: CudaBackend, graph: Graph) -> None:
+    def __init__(self, plan: object, backend: CudaBackend, graph: Graph) -> None:
         self._backend, device = backend, backend.device
         items = fuse(graph, backend.can_fuse)
         by = CudaLowering(device.target, device.facts.capability, device.has_blas)
         found = kinds.BoundItems(items, device.kinds, by, by, _is_apart)
         device.driver.prepare([r for r, _ in found.new if isinstance(r, Launch)], device.index)
-        self.slots = backend.bad_indices.take(found.records, backend)
         nbytes, offsets = place_pieces(found.pieces)
-        places = [self.slots.places[record] for record in found.records]
         found.give(
             backend.arena.get(backend, nbytes) if nbytes else None,
             offsets,
-            [(slot.block.buffer, slot.offset) for slot in places],
+            backend.bad_indices.bind(plan, found.records, backend),
         )
+        self.has_indices = bool(found.records)
         self.buffers: dict[int, CudaBuffer] = {}
         for buffer in found.memory:
             if buffer is not None:
@@ -122,7 +121,9 @@ class Bound:
         if isinstance(request, Launch):
             own = bytes(block[: layout(request.kernel).size])  # without the padding to whole words
             return Step(device.driver.bind(request, own, device.index), key)
-        addresses = dict(zip(map(id, request.mems), block.cast("q"), strict=True))
+        words = block.cast("q").tolist()
+        starts = [base + offset for base, offset in zip(words[::2], words[1::2], strict=True)]
+        addresses = dict(zip(map(id, request.mems), starts, strict=True))
         return Step(self._backend.blas.bind(request, lambda mem: addresses[id(mem)], self._upload), key)
 
     def _split_product(self, node: Tensor) -> UncapturedCall:

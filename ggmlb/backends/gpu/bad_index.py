@@ -1,93 +1,34 @@
-"""Bad indices: out-of-range indices that kernels record in device memory, for the host to raise.
+"""Bad indices: the first out-of-range index of a stream's kernels, recorded in device memory for the host.
 
-A kernel that reads indices from a tensor (rows, experts) skips one out of range, and records it in its node's
-slot, which is otherwise 0. A wait for a stream's work checks the slots that the work could write: this
-costs a copy of some bytes, and nothing if no node has indices.
+A kernel that reads indices from a tensor (rows, experts) skips one out of range. The first one is recorded
+in its stream's record, with the number of the step, which is an argument of the kernel: it is the offset of
+the tensor `bad`. A wait for the stream reads the record: 24 bytes, and nothing if no step has indices.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.gpu.launch import BadIndex
 from ggmlb.core.errors import BackendError
 
 if TYPE_CHECKING:
+    from ggmlb.backends.gpu.launch import BadIndex
     from ggmlb.interface import Buffer
 
-SLOT: Final = 16
-"""Bytes of a slot: a flag (i32 and 4 bytes of padding), and the index (i64)."""
-
-N_SLOTS: Final = 256
-"""Slots per block, allocated together."""
-
-MAX_BLOCKS: Final = 16
-"""Number of blocks from which on a stream is synchronized, to reuse slots of dropped plans."""
-
-Words: TypeAlias = "npt.NDArray[np.int64]"
+N_WORDS: Final = 3
+"""Words of the record (i64): whether there is a bad index (i32 and padding), the index, the step's number."""
 
 
-class SlotBlock:
-    """A block of slots in one buffer.
-
-    Attributes:
-        buffer: Their memory.
-        is_used: Whether work that may write to them was queued since the last check.
-    """
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
-        self.is_used = False
-        self.free = list(reversed(range(N_SLOTS)))
-        self.nodes: dict[int, tuple[str, int]] = {}
-
-    def words(self) -> Words:
-        """Return host memory for the slots up to the last one in use."""
-        return np.zeros((max(self.nodes, default=-1) + 1, SLOT // 8), np.int64)
-
-
-class Slot(NamedTuple):
-    """The slot for one node's bad index."""
-
-    block: SlotBlock
-    number: int
-
-    @property
-    def offset(self) -> int:
-        """Offset of its first byte."""
-        return self.number * SLOT
-
-
-class PlanSlots:
-    """The slots of a plan; its queued work may still write to them after it is dropped.
-
-    Attributes:
-        places: The slots by the launches' `BadIndex`.
-        blocks: The blocks of the slots.
-    """
-
-    __slots__ = ("__weakref__", "blocks", "places")
-
-    def __init__(self, places: Mapping[BadIndex, Slot]) -> None:
-        self.places = places
-        self.blocks = tuple({slot.block for slot in places.values()})
-
-    def note_use(self) -> None:
-        """Mark the slots as used by queued work."""
-        for block in self.blocks:
-            block.is_used = True
-
-
-class SlotStream(Protocol):
-    """A stream whose plans have slots."""
+class RecordStream(Protocol):
+    """A stream whose kernels record bad indices."""
 
     @property
     def name(self) -> str:
@@ -96,97 +37,69 @@ class SlotStream(Protocol):
     def alloc_buffer(self, nbytes: int) -> Buffer:
         """Return memory of its device."""
 
-    def read_slots(self, block: SlotBlock, words: Words) -> None:
-        """Queue, behind its work, a copy of a block's first slots to host memory."""
+    def finish(self) -> None:
+        """Wait for all queued work."""
 
-    def clear_slot(self, slot: Slot) -> None:
-        """Queue setting a slot to 0."""
-
-    def synchronize(self) -> None:
-        """Wait for its work, and check the slots."""
+    def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
+        """Wait for all queued work, and read a buffer as it is then."""
 
 
 class BadIndices:
-    """The slots of a stream's plans, without a reference to the stream."""
+    """The record of a stream, and what its steps' numbers mean."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._blocks: list[SlotBlock] = []
-        # Garbage collection may drop plans at any point: they only record their slots.
-        self._dropped: deque[Slot] = deque()
-        self._n_looking = 0
+        self._record: Buffer | None = None
+        self._numbers = itertools.count(1)
+        self._nodes: dict[int, tuple[str, int]] = {}
+        # Garbage collection may drop plans at any point: their numbers are only noted.
+        self._dropped: deque[Sequence[int]] = deque()
+        self._uses = itertools.count(1)
+        self._last_use = self._last_checked = 0
 
-    def take(self, records: Iterable[BadIndex], stream: SlotStream) -> PlanSlots:
-        """Allocate the slots of a plan's records; they are released when dropped."""
-        places = {bad: self._slot(bad, stream) for bad in dict.fromkeys(records)}
-        slots = PlanSlots(places)
-        weakref.finalize(slots, self._dropped.extend, tuple(places.values())).atexit = False
-        return slots
+    def bind(self, plan: object, steps: Sequence[BadIndex], stream: RecordStream) -> list[tuple[Buffer, int]]:
+        """Return the record, and a number, for each step of a plan that reads indices."""
+        if not steps:
+            return []
+        record = self._record
+        if record is None:
+            record = stream.alloc_buffer(8 * N_WORDS)
+            record.clear(0)
+            self._record = record
+        numbers = [next(self._numbers) for _ in steps]
+        self._nodes.update(zip(numbers, [(step.node.describe(), step.n) for step in steps], strict=True))
+        weakref.finalize(plan, self._dropped.append, numbers).atexit = False
+        return [(record, number) for number in numbers]
 
-    def _slot(self, bad: BadIndex, stream: SlotStream) -> Slot:
-        slot = self._free_slot(bad)
-        if slot is None and len(self._blocks) >= MAX_BLOCKS and self._dropped:
-            stream.synchronize()
-            slot = self._free_slot(bad)
-        while slot is None:
-            block = SlotBlock(stream.alloc_buffer(N_SLOTS * SLOT))
-            block.buffer.clear(0)
-            with self._lock:
-                self._blocks.append(block)
-            slot = self._free_slot(bad)
-        return slot
+    def note_use(self) -> None:
+        """Note that steps that read indices were queued."""
+        self._last_use = next(self._uses)
 
-    def _free_slot(self, bad: BadIndex) -> Slot | None:
-        with self._lock:
-            for _ in range(0 if self._n_looking else len(self._dropped)):
-                dropped = self._dropped.popleft()
-                if dropped.block.is_used:  # queued work may write to it
-                    self._dropped.append(dropped)
-                else:
-                    del dropped.block.nodes[dropped.number]
-                    dropped.block.free.append(dropped.number)
-            block = next((b for b in self._blocks if b.free), None)
-            if block is None:
-                return None
-            slot = Slot(block, block.free.pop())
-            block.nodes[slot.number] = bad.node.describe(), bad.n
-            return slot
-
-    def looked_at(self, stream: SlotStream) -> AbstractContextManager[None]:
-        """Context manager that checks the slots after its block, which must wait for all queued work.
+    def finish(self, stream: RecordStream) -> None:
+        """Wait for all work queued on the stream, and look at the record.
 
         Raises:
-            BackendError: On leaving the block: an index was out of range; names the nodes.
+            BackendError: An index was out of range; names the node.
         """
-        return self._look(stream) if any(block.is_used for block in self._blocks) else nullcontext()
-
-    @contextmanager
-    def _look(self, stream: SlotStream) -> Iterator[None]:
+        if self._record is None or (self._last_use == self._last_checked and not self._dropped):
+            stream.finish()
+            return
         with self._lock:
-            self._n_looking += 1
-            used = [block for block in self._blocks if block.is_used]
-            for block in used:
-                block.is_used = False
-        try:
-            found = [(block, block.words()) for block in used]
-            for block, words in found:
-                stream.read_slots(block, words)
-            yield
-            complaints = [line for block, words in found for line in _complaints(block, words, stream)]
-        except BaseException:
-            for block in used:
-                block.is_used = True
-            raise
-        finally:
-            with self._lock:
-                self._n_looking -= 1
-        if complaints:
-            raise BackendError(f"{stream.name} failed to compute {'; '.join(complaints)}")
-
-
-def _complaints(block: SlotBlock, words: Words, stream: SlotStream) -> Iterator[str]:
-    """Yield a complaint for each slot with a bad index, and clear the slot."""
-    for number in np.flatnonzero(words[:, 0]).tolist():
-        stream.clear_slot(Slot(block, number))
-        node, n = block.nodes[number]
-        yield f"{node}: row number {words[number, 1]} for a tensor of {n} rows"
+            last_use, n_dropped = self._last_use, len(self._dropped)
+            words = np.zeros(N_WORDS, np.int64)
+            if last_use == self._last_checked:
+                stream.finish()
+            else:
+                stream.finish_and_read(self._record, words)
+            self._last_checked = last_use
+            is_bad, index, number = words.tolist()
+            node, n = self._nodes[number] if is_bad else ("", 0)
+            for _ in range(n_dropped):
+                for gone in self._dropped.popleft():
+                    del self._nodes[gone]
+            if is_bad:
+                self._record._clear(0)
+        if is_bad:
+            raise BackendError(
+                f"{stream.name} failed to compute {node}: row number {index} for a tensor of {n} rows"
+            )

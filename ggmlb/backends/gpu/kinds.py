@@ -77,7 +77,10 @@ class KindLowering(Protocol[Request, Step]):
         """Return a request's block of arguments, with offsets in slots for addresses."""
 
     def address_words(self, request: Request) -> Sequence[int]:
-        """Return where the addresses of a request's tensors are in its block, in words of 8 bytes."""
+        """Return where a request's tensors are in its block, in words of 8 bytes.
+
+        There is the offset of each; or the address of its buffer, and its offset in the next word.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +210,7 @@ class BoundItems(Generic[Step]):
         steps: The steps.
         new: Those of kinds that were not known.
         pieces: The pieces of scratch memory: size [bytes], first and last step.
-        records: The records of bad indices.
+        records: The bounds of indices, for the stream's record of bad ones.
         memory: The memory of slots; see `give`.
     """
 
@@ -304,7 +307,7 @@ class BoundItems(Generic[Step]):
     def give(
         self, scratch: Buffer | None, places: Sequence[int], records: Sequence[tuple[Buffer, int]]
     ) -> None:
-        """Provide the memory of pieces, at these offsets in one buffer, and of records."""
+        """Provide the memory of pieces, at these offsets in one buffer, and the record, with numbers."""
         for i, place in zip(self._of_pieces, places, strict=True):
             self.memory[i], self._offsets[i] = scratch, place
         for i, (buffer, offset) in zip(self._of_records, records, strict=True):
@@ -314,22 +317,24 @@ class BoundItems(Generic[Step]):
         """Return the steps' blocks of arguments with addresses, and where each begins and the last ends.
 
         Args:
-            starts: The addresses of buffers; 0 by default, for kernels that get buffers by themselves.
+            starts: The addresses of buffers, for blocks that have them before the offsets.
         """
         found = self._found
         nbytes = np.array([n for each in found for n in each.nbytes], np.int64)
         if not nbytes.size:
             return np.zeros(0, np.int64), []
-        addresses = np.array(self._offsets, np.int64)
-        if starts is not None:
-            addresses += [0 if buffer is None else starts[buffer] for buffer in self.memory]
         values = np.concatenate([each.words for each in found])
         n_words, n_places = np.array([(each.words.size, each.places.size) for each in found], np.int64).T
         at = np.cumsum(n_words) - n_words
         where = np.concatenate([each.places for each in found]) + np.repeat(at, n_places)
         firsts = np.array(self._firsts, np.int64)
         slots = np.concatenate([each.slots for each in found]) + np.repeat(firsts, n_places)
-        values[where] += addresses[np.array(self._slots, np.int64)[slots]]
+        slots = np.array(self._slots, np.int64)[slots]
+        if starts is not None:
+            bases = np.array([0 if buffer is None else starts[buffer] for buffer in self.memory], np.int64)
+            values[where] += bases[slots]
+            where += 1
+        values[where] += np.array(self._offsets, np.int64)[slots]
         return values, [*(np.cumsum(nbytes) - nbytes).tolist(), int(nbytes.sum())]
 
     def slot_memory(self) -> tuple[list[Buffer | None], list[int]]:

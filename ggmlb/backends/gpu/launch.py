@@ -80,9 +80,7 @@ class Scratch:
 
 @dataclass(slots=True, eq=False)
 class BadIndex:
-    """The record of an out-of-range index that launches read on the device.
-
-    The plan that runs them provides the memory, and the stream looks at it (`bad_index`).
+    """The bound of indices that launches read on the device, and their stream's record (`bad_index`).
 
     Attributes:
         node: The node that the launches compute.
@@ -94,8 +92,8 @@ class BadIndex:
 
     @property
     def mem(self) -> Mem:
-        """Return the kernels' argument `bad`: a flag and the index."""
-        return Mem(self, 0, DType.I64, (2, 1, 1, 1), contiguous_nb(DType.I64, (2, 1, 1, 1)))
+        """Return the kernels' argument `bad`: the record; its offset is the step's number."""
+        return Mem(self, 0, DType.I64, (3, 1, 1, 1), contiguous_nb(DType.I64, (3, 1, 1, 1)))
 
 
 @dataclass(slots=True)

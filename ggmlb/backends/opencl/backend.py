@@ -6,11 +6,12 @@ import itertools
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
+import numpy.typing as npt
 import pyopencl as cl
 
 from ggmlb.backends.common.fusion import Group, gather
 from ggmlb.backends.gpu import Target, can_fuse
-from ggmlb.backends.gpu.bad_index import SLOT, BadIndices, Slot, SlotBlock, Words
+from ggmlb.backends.gpu.bad_index import BadIndices
 from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
 from ggmlb.backends.opencl.clock import QueueClock
 from ggmlb.backends.opencl.plan import OpenClPlan
@@ -18,7 +19,7 @@ from ggmlb.backends.opencl.runtime import check_outcome, cl_errors, guard, is_do
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Backend, Event, GraphPlan
+from ggmlb.interface import Backend, Buffer, Event, GraphPlan
 from ggmlb.interface.data import Bytes
 from ggmlb.parallel.row_split import Helpers, is_split
 
@@ -61,7 +62,7 @@ class OpenClBackend(Backend):
         queue: PyOpenCL's queue.
         target: Parameters of the kernels' work split.
         helpers: Its helper streams on other devices, for split products.
-        bad_indices: Records of out-of-range indices of its kernels.
+        bad_indices: The record of out-of-range indices of its kernels.
     """
 
     guid = "ggmlb-opencl"
@@ -112,7 +113,8 @@ class OpenClBackend(Backend):
                 self._note(cl.enqueue_marker(self.queue), *plan.buffers)
                 raise
             finally:
-                plan.slots.note_use()
+                if plan.has_indices:
+                    self.bad_indices.note_use()
             if last is not None:
                 self._note(last, *plan.buffers)
         return status
@@ -253,10 +255,17 @@ class OpenClBackend(Backend):
                 cl.enqueue_barrier(self.queue, wait_for=[event.marker])
 
     def _synchronize(self) -> None:
-        with self.bad_indices.looked_at(self):
-            self._finish()
+        self.bad_indices.finish(self)
 
-    def _finish(self) -> None:
+    def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
+        """As `RecordStream.finish_and_read`."""
+        record = cast("OpenClBuffer", buffer)
+        with cl_errors(f"read the index record of {self.name}", device=self.name):
+            self._hold(cl.enqueue_copy(self.queue, words, record.memory, is_blocking=False), record)
+        self.finish()
+
+    def finish(self) -> None:
+        """As `RecordStream.finish`."""
         with cl_errors(f"synchronize {self.name}", device=self.name):
             self.queue.finish()
             if self._last is not None and not is_done(self._last):
@@ -267,19 +276,6 @@ class OpenClBackend(Backend):
             self._last = None
         for event in ended:
             check_outcome(event, self.name, self.name)
-
-    def read_slots(self, block: SlotBlock, words: Words) -> None:
-        """As `SlotStream.read_slots`."""
-        buffer = cast("OpenClBuffer", block.buffer)
-        with cl_errors(f"read the index records of {self.name}", device=self.name):
-            self._hold(cl.enqueue_copy(self.queue, words, buffer.memory, is_blocking=False), buffer)
-
-    def clear_slot(self, slot: Slot) -> None:
-        """As `SlotStream.clear_slot`."""
-        buffer = cast("OpenClBuffer", slot.block.buffer)
-        with cl_errors(f"clear an index record of {self.name}", device=self.name):
-            zero = np.zeros(1, np.uint8)
-            self._note(cl.enqueue_fill_buffer(self.queue, buffer.memory, zero, slot.offset, SLOT), buffer)
 
     def _free(self) -> None:
         self.helpers.free()

@@ -93,7 +93,7 @@ class OpenClPlan(GraphPlan):
         steps: Kernel, global size and local size of each launch.
         results: The node that each step computes, or the last node of its group.
         buffers: The buffers that the steps use; OpenCL kernels do not keep them alive.
-        slots: Slots for bad indices of its steps.
+        has_indices: Whether its steps read indices, so that a wait must read the record of bad ones.
     """
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
@@ -109,13 +109,12 @@ class OpenClPlan(GraphPlan):
         self.results = bound.results
         loans = programs.borrow([step.key for step in bound.steps])
         self._give_back = weakref.finalize(self, programs.give_back, loans)
-        self.slots = backend.bad_indices.take(bound.records, backend)
+        self.has_indices = bool(bound.records)
         nbytes, offsets = place_pieces(bound.pieces)
-        records = [self.slots.places[record] for record in bound.records]
         bound.give(
             backend.alloc_buffer(nbytes) if nbytes else None,
             offsets,
-            [(slot.block.buffer, slot.offset) for slot in records],
+            backend.bad_indices.bind(self, bound.records, backend),
         )
         with cl_errors("set the arguments of kernels", device=backend.name):
             self.steps = _with_arguments(bound, [kernel for _, kernel in loans])

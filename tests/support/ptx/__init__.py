@@ -20,7 +20,7 @@ import numpy as np
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.program import OPTIONS, argument_block, text
 from ggmlb.backends.gpu import BadIndex, Defines, Kernel, Launch, Scratch
-from ggmlb.backends.gpu.bad_index import SLOT
+from ggmlb.backends.gpu.bad_index import N_WORDS
 from scripts.nvrtc import Nvrtc
 from tests.support.ptx import clang
 from tests.support.ptx.machine import kept
@@ -131,19 +131,19 @@ class Memory:
 
     Attributes:
         compiler: Of the kernels that are run.
-        slots: Where launches note indices that are out of range.
+        records: Where launches record indices that are out of range.
     """
 
     def __init__(self, compiler: Compiler = NVRTC) -> None:
         self.compiler = compiler
-        self.slots: dict[BadIndex, Any] = {}
+        self.records: dict[BadIndex, Any] = {}
         self._scratch: dict[int, tuple[Scratch, Any]] = {}
 
     def array(self, mem: Mem) -> Any:
         """Return the memory that a mem lies in; scratch is made when first asked for."""
         assert mem.buffer is not None
         if isinstance(mem.buffer, BadIndex):
-            return self.slots.setdefault(mem.buffer, alone(SLOT, 0))
+            return self.records.setdefault(mem.buffer, alone(8 * N_WORDS, 0))
         if isinstance(mem.buffer, Scratch):
             return self._scratch.setdefault(id(mem.buffer), (mem.buffer, alone(mem.buffer.nbytes)))[1]
         return mem.buffer.base

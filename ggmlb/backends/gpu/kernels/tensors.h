@@ -141,13 +141,16 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
 #define MAP_ROWS(x, d, to, takes, value) EACH_ELEMENT(x) ST_ROW(d, to, i0, value);
 #endif
 
-/* Whether a tensor has row i, of n: i is data, which may hold anything. The first one that it has not is noted at bad, for
-   the host (bad_index.py): that there is one, and which. */
-#define IS_ROW(i, n, bad) is_row_((i), (n), bad##_buf + bad##_off)
-DEVICE_FN int is_row_(i64_t i, int n, GLOBAL char *bad)
+/* Whether a tensor has row i, of n: i is data, which may hold anything. The stream's first one out of range is recorded in
+   bad for the host (bad_index.py): that there is one, the row, and the step's number, which is bad's offset. */
+#define IS_ROW(i, n, bad) is_row_((i), (n), bad##_buf, bad##_off)
+DEVICE_FN int is_row_(i64_t i, int n, GLOBAL char *record, i64_t step)
 {
     if (i >= 0 && i < n) return 1;
-    if (IS_FIRST_TO_SET(bad)) ((GLOBAL i64_t *)bad)[1] = i;
+    if (IS_FIRST_TO_SET(record)) {
+        ((GLOBAL i64_t *)record)[1] = i;
+        ((GLOBAL i64_t *)record)[2] = step;
+    }
     return 0;
 }
 
