@@ -266,13 +266,16 @@ class GraphAllocator(Freeable):
     # -- plans ---------------------------------------------------------------------------------
 
     def _find(self, indexed: IndexedGraph, ids: BufferIds | None) -> Plan:
-        """Return a cached plan that fits the graph, or a new one; `ids` are by default a cached plan's."""
+        """Return the kept plan of a topology if it fits the graph, else a new one; `ids` are by default its."""
+        key = indexed.key
         for plan in self._plans:
-            if plan.key == indexed.key and (ids is None or plan.buffer_ids == ids):
+            if plan.key == key and (ids is None or plan.buffer_ids == ids):
                 ids = plan.buffer_ids
                 owned = [indexed.tensors[i] for i in plan.owned]
                 if plan.suits(indexed.tensors, self._memories.sizes(owned, plan.memories)):
                     return plan
+                self._plans.remove(plan)  # a new one follows
+                break
         if ids is None:
             raise GraphError(
                 f"alloc_graph: no graph of this topology ({len(indexed.n_sources)} nodes) was reserved, so "

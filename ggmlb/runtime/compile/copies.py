@@ -153,12 +153,10 @@ def replace_readers(graph: IndexedGraph, tensors: list[Tensor], numbers: Iterabl
         numbers: The nodes to look at, each after its sources.
     """
     known: list[Tensor | None] = [*tensors, None]  # an absent source has the number -1
-    bases = graph.bases
+    bases, sources, (begins, ends) = graph.bases, graph.sources, graph.spans
     for i in numbers:
         node = tensors[i]
-        if not node.src:
-            continue
-        src, base = tuple([known[s] for s in graph.reads(i)]), known[bases[i]]
+        src, base = tuple([known[s] for s in sources[begins[i] : ends[i]]]), known[bases[i]]
         if src != node.src or base is not node.view_src:
             known[i] = tensors[i] = node.reading(src, base)
 
