@@ -13,7 +13,7 @@ from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.runtime.alloc.context import padded
-from ggmlb.runtime.compile.allocate import BufferIds, Plan, make_plan
+from ggmlb.runtime.compile.allocate import CHUNK_BITS, OFFSET_MASK, BufferIds, Plan, make_plan
 from ggmlb.runtime.compile.read import IndexedGraph
 
 MAX_PLANS = 8
@@ -34,7 +34,9 @@ class GraphAllocator(Freeable):
 
     A plan is kept for each topology: the same ops, edges, views, flags and outside tensors. Graphs of
     that topology reuse it as long as their tensors are no larger, so that after `reserve` of the
-    largest graph no memory is allocated any more. A context manager: leaving it frees the memory.
+    largest graph no memory is allocated any more: a plan of their own could need more, where smaller
+    tensors leave other gaps. A scheduler's executables, which serve equal graphs only, do not give that.
+    A context manager: leaving it frees the memory.
 
     Args:
         bufts: A buffer type, or several; the same type twice is one memory.
@@ -207,7 +209,7 @@ class GraphAllocator(Freeable):
         offsets: Sequence[int],
     ) -> None:
         """Place the tensors, unless all are in place."""
-        planned = (*plan.owned, *plan.views)
+        planned = (*plan.addresses, *plan.views)
         moved = [i for i in planned if tensors[i].buffer is not buffers[i] or tensors[i].offset != offsets[i]]
         if not moved:
             return
@@ -254,9 +256,10 @@ class GraphAllocator(Freeable):
         for i in indexed.outside:
             buffers[i] = tensors[i].buffer
             offsets[i] = tensors[i].offset
-        for i, m, c, offset in zip(plan.owned, plan.memories, plan.chunks, plan.offsets, strict=True):
-            buffers[i] = chunks[m][c]
-            offsets[i] = offset
+        memories = plan.memories
+        for i, address in plan.addresses.items():
+            buffers[i] = chunks[memories[i]][address >> CHUNK_BITS]
+            offsets[i] = address & OFFSET_MASK
         for i in plan.views:
             base = bases[i]
             buffers[i] = buffers[base]
@@ -266,15 +269,16 @@ class GraphAllocator(Freeable):
     # -- plans ---------------------------------------------------------------------------------
 
     def _find(self, indexed: IndexedGraph, ids: BufferIds | None) -> Plan:
-        """Return the kept plan of a topology if it fits the graph, else a new one; `ids` are by default its."""
-        key = indexed.key
+        """Return the plan kept for the topology if it fits, else a new one in its place.
+
+        `ids` are by default those of the kept plan.
+        """
+        key, outgrown = indexed.key, None
         for plan in self._plans:
             if plan.key == key and (ids is None or plan.buffer_ids == ids):
-                ids = plan.buffer_ids
-                owned = [indexed.tensors[i] for i in plan.owned]
-                if plan.suits(indexed.tensors, self._memories.sizes(owned, plan.memories)):
+                ids, outgrown = plan.buffer_ids, plan
+                if plan.suits(indexed.tensors, self._memories.sizes(indexed.tensors, plan.memories)):
                     return plan
-                self._plans.remove(plan)  # a new one follows
                 break
         if ids is None:
             raise GraphError(
@@ -282,7 +286,10 @@ class GraphAllocator(Freeable):
                 f"which of {len(self._memories.bufts)} kinds of memory each tensor belongs in is unknown; "
                 "call reserve_n first, or alloc_graph_n"
             )
-        return self._plan(indexed, ids)
+        made = self._plan(indexed, ids)
+        if outgrown is not None:
+            self._plans.remove(outgrown)
+        return made
 
     def _plan(self, indexed: IndexedGraph, ids: BufferIds) -> Plan:
         memories = self._memories
@@ -305,7 +312,8 @@ class GraphAllocator(Freeable):
         limits = self._memories.limits
         if all(max(peaks, default=0) <= limit for peaks, limit in zip(plan.peaks, limits, strict=True)):
             return
-        for i, m, size in zip(plan.owned, plan.memories, plan.sizes, strict=True):
+        for i in plan.addresses:
+            m, size = plan.memories[i], plan.sizes[i]
             if size > limits[m]:
                 raise self._memories.bufts[m].out_of_memory(
                     size, f"{tensors[i].describe()} alone exceeds a buffer's {limits[m]:,} bytes"

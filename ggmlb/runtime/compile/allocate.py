@@ -8,10 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import le
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from ggmlb.core.arguments import alias
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import GraphError
 from ggmlb.core.ops import SPECS
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 BufferIds = Sequence[int]
 """Index of a buffer type for each tensor of a topology, by its number."""
-alias("BufferIds", "Sequence[int]")
 
 _NONE = Op.NONE  # looked up once: it is asked of many
 
@@ -133,10 +130,8 @@ class Plan:
     Attributes:
         key: The topology.
         buffer_ids: The caller's choice of a buffer type for each tensor.
-        owned: Numbers of the placed tensors; the next four fields are parallel to it.
-        memories: Index of the memory of each.
-        chunks: Index of the chunk of each.
-        offsets: Offset of each in its chunk [bytes].
+        addresses: Address (`DynamicAllocator`) of each placed tensor, by number.
+        memories: Index of the memory of each tensor.
         sizes: Room for each [bytes].
         views: Numbers of the views.
         inplace: Pairs of numbers: a node, and the operand whose place it reuses.
@@ -145,19 +140,17 @@ class Plan:
 
     key: GraphKey
     buffer_ids: BufferIds
-    owned: list[int]
-    memories: list[int]
-    chunks: list[int]
-    offsets: list[int]
-    sizes: list[int]
+    addresses: dict[int, int]
+    memories: Sequence[int]
+    sizes: Sequence[int]
     views: Sequence[int]
     inplace: list[tuple[int, int]]
     peaks: list[list[int]]
 
     def suits(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-        """Whether other tensors of the same topology fit, given the sizes of the owned ones."""
-        return all(map(le, sizes, self.sizes)) and all(
-            same_layout(tensors[node], tensors[operand]) for node, operand in self.inplace
+        """Whether other tensors of the same topology, of these sizes, fit."""
+        return all([sizes[i] <= self.sizes[i] for i in self.addresses]) and all(
+            [same_layout(tensors[node], tensors[operand]) for node, operand in self.inplace]
         )
 
 
@@ -189,7 +182,7 @@ def make_plan(
     Source: ggml_gallocr_alloc_graph_impl.
     """
     tensors, sources, ops, outside = graph.tensors, graph.sources, graph.ops, graph.outside
-    n, n_leafs = len(tensors), graph.n_leafs
+    n = len(tensors)
     bases, flags, views, flagged = graph.bases, graph.flags, graph.views, graph.flagged
 
     # By number, with one more item than tensors: an absent source has the number -1.
@@ -221,14 +214,14 @@ def make_plan(
     arenas = [DynamicAllocator(limit) for limit in limits]
     addresses: dict[int, int] = {}
     early = [i for i in flagged if flags[i] & _PLACED_EARLY]
-    for i in (*graph.listed[:n_leafs], *graph.unlisted, *early):
+    for i in (*graph.listed[: graph.n_leafs], *graph.unlisted, *early):
         if waiting[i]:
             waiting[i] = False
             addresses[i] = arenas[memories[i]].alloc(sizes[i])
 
     inplace: list[tuple[int, int]] = []
     end = 0
-    for node, n_reads in zip(graph.listed[n_leafs:], graph.n_sources, strict=True):
+    for node, n_reads in zip(graph.nodes, graph.n_sources, strict=True):
         start, end = end, end + n_reads
         if waiting[node]:
             waiting[node] = False
@@ -254,19 +247,8 @@ def make_plan(
                 last[root] = never
                 arenas[memories[root]].free(addresses[root], sizes[root])
 
-    owned, placed = list(addresses), addresses.values()
-    return Plan(
-        key=graph.key,
-        buffer_ids=buffer_ids,
-        owned=owned,
-        memories=[memories[i] for i in owned],
-        chunks=[address >> CHUNK_BITS for address in placed],
-        offsets=[address & OFFSET_MASK for address in placed],
-        sizes=[sizes[i] for i in owned],
-        views=views,
-        inplace=inplace,
-        peaks=[arena.peaks for arena in arenas],
-    )
+    peaks = [arena.peaks for arena in arenas]
+    return Plan(graph.key, buffer_ids, addresses, memories, sizes, views, inplace, peaks)
 
 
 def _fail_order(graph: IndexedGraph, node: int, source: int) -> NoReturn:

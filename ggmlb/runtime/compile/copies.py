@@ -38,9 +38,8 @@ class _CopiedGraph(IndexedGraph):
 
     def __init__(self, user: IndexedGraph, ids: list[int]) -> None:
         self._user, self._ids = user, ids
-        self.listed, self.n_leafs, self.unlisted, self.outside = (
-            user.listed, user.n_leafs, user.unlisted, user.outside
-        )  # fmt: skip
+        self.listed, self.n_leafs, self.nodes = user.listed, user.n_leafs, user.nodes
+        self.unlisted, self.outside = user.unlisted, user.outside
         self.tensors, self.flags, self.bases = list(user.tensors), list(user.flags), list(user.bases)
         self.sources, self.n_sources = list(user.sources), user.n_sources
         self._leafs, self._nodes = list(user.listed[: user.n_leafs]), list[int]()
@@ -77,7 +76,7 @@ class _CopiedGraph(IndexedGraph):
         self.flagged = user.flagged + [i for i in more if self.flags[i]]
         if nodes != [*user.nodes]:
             edges = self._edges_of(nodes)  # by `spans`, which are those of the nodes listed so far
-            self.listed, self.n_leafs = [*self._leafs, *nodes], len(self._leafs)
+            self.listed, self.n_leafs, self.nodes = [*self._leafs, *nodes], len(self._leafs), nodes
             self.sources, self.n_sources = edges
             del self.spans
         del self._user, self._leafs, self._nodes, self._ids

@@ -46,6 +46,7 @@ class IndexedGraph:
         listed: Numbers of the graph's leafs, then of its nodes in computing order; a tensor may be listed
             twice.
         n_leafs: How many of `listed` are leafs.
+        nodes: Numbers of the graph's nodes, in order.
         unlisted: Numbers of tensors that are needed as a source or view source, but not listed. They hold
             data from outside the graph, like leafs.
         users: For each of `unlisted`, the number of a listed tensor that needs it.
@@ -66,35 +67,35 @@ class IndexedGraph:
     def __init__(self, graph: Graph, is_own: Callable[[Buffer], bool] = lambda _: False) -> None:
         nodes = graph.nodes
         self.n_leafs = len(graph.leafs)
-        self.tensors = [*graph.leafs, *nodes]
-        self.listed: Sequence[int] = range(len(self.tensors))
-        numbers: dict[Tensor | None, int] = dict(zip(self.tensors, self.listed, strict=True))
-        if len(numbers) < len(self.tensors):
-            listed = self.tensors
-            self.tensors = list(dict.fromkeys(listed))
-            numbers = {t: i for i, t in enumerate(self.tensors)}
-            self.listed = [numbers[t] for t in listed]
-        n_distinct = len(numbers)
-        numbers[None] = -1
-        self.numbers = numbers
+        self.tensors = tensors = [*graph.leafs, *nodes]
+        self.listed: Sequence[int] = range(len(tensors))
+        self.numbers: dict[Tensor | None, int] = dict(zip(tensors, self.listed, strict=True))
+        if len(self.numbers) < len(tensors):
+            self.tensors = list(dict.fromkeys(tensors))
+            self.numbers = dict(zip(self.tensors, count()))
+            self.listed = [*map(self.numbers.__getitem__, tensors)]
+            tensors = self.tensors
+        self.nodes = self.listed[self.n_leafs :]
+        n_distinct = len(tensors)
+        self.numbers[None] = -1
         self.users: list[int] = []
         self._reached: list[tuple[int, int]] = []
+        number_of, operands = self.numbers.__getitem__, [t.src for t in nodes]
         try:
-            self.sources = [numbers[s] for t in nodes for s in t.src]
-            self.bases = [numbers[t.view_src] for t in self.tensors]
+            self.sources = [*map(number_of, chain.from_iterable(operands))]
+            self.bases = [number_of(t.view_src) for t in tensors]
         except KeyError:
             self._add_unlisted(nodes)
-            self.sources = [numbers[s] for t in nodes for s in t.src]
-            self.bases = [numbers[t.view_src] for t in self.tensors]
-        tensors = self.tensors
+            self.sources = [*map(number_of, chain.from_iterable(operands))]
+            self.bases = [number_of(t.view_src) for t in tensors]
         self.unlisted = range(n_distinct, len(tensors))
-        self.n_sources = [len(t.src) for t in nodes]
+        self.n_sources = [*map(len, operands)]
         self.ops = [t.op for t in tensors]
         self.flags = [t.flags for t in tensors]
         self.buffers: list[Buffer | None] = [t.buffer for t in tensors]
         self.outside: list[int] = []
         there = {b for b in {*self.buffers} if b is not None}
-        self.own = {b for b in there if is_own(b)}
+        self.own = {*filter(is_own, there)}
         self.foreign = there - self.own
         if self.own:
             self.buffers = [None if b in self.own else b for b in self.buffers]
@@ -237,11 +238,6 @@ class IndexedGraph:
             self.flags,
             self.outside,
         )
-
-    @property
-    def nodes(self) -> Sequence[int]:
-        """Numbers of the graph's nodes, in order."""
-        return self.listed[self.n_leafs :]
 
     @cached_property
     def views(self) -> list[int]:
