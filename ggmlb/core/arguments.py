@@ -78,12 +78,13 @@ class _Check:
         self.function = function
         self._kinds: dict[str, Kind | None] = {}
         self._n_places = 0
+        self._is_of_types = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         key = (*map(type, args), *kwargs, *map(type, kwargs.values()))
         if key not in self.known:
             self._check(args, kwargs)
-            if all(kind is None or kind.is_of_type for kind in self._kinds.values()):
+            if self._is_of_types:
                 self.known.add(key)
         return self.function(*args, **kwargs)
 
@@ -92,6 +93,7 @@ class _Check:
             parameters = inspect.signature(self.function).parameters.values()
             self._kinds = {p.name: _kind(str(p.annotation)) for p in parameters if p.kind not in _STARRED}
             self._n_places = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+            self._is_of_types = all(kind is None or kind.is_of_type for kind in self._kinds.values())
         places = zip(self._kinds, args[: self._n_places], strict=False)
         for name, value in (*places, *kwargs.items()):
             kind = self._kinds.get(name)

@@ -309,15 +309,14 @@ class GraphAllocator(Freeable):
         self._plans.appendleft(plan)
 
     def _check_limits(self, tensors: Sequence[Tensor], plan: Plan) -> None:
-        limits = self._memories.limits
-        if all(max(peaks, default=0) <= limit for peaks, limit in zip(plan.peaks, limits, strict=True)):
-            return
-        for i in plan.addresses:
-            m, size = plan.memories[i], plan.sizes[i]
-            if size > limits[m]:
-                raise self._memories.bufts[m].out_of_memory(
-                    size, f"{tensors[i].describe()} alone exceeds a buffer's {limits[m]:,} bytes"
-                )
+        for m, limit in enumerate(self._memories.limits):
+            if max(plan.peaks[m], default=0) <= limit:
+                continue
+            for i in plan.addresses:
+                if plan.memories[i] == m and plan.sizes[i] > limit:
+                    raise self._memories.bufts[m].out_of_memory(
+                        plan.sizes[i], f"{tensors[i].describe()} alone exceeds a buffer's {limit:,} bytes"
+                    )
 
     def keeps_places(self) -> bool:
         """Whether graphs placed in this memory can alternate without being placed again.
@@ -448,7 +447,7 @@ class Memories:
 
     def has_hooks(self) -> bool:
         """Whether a buffer wants to prepare the tensors that are placed in it."""
-        return any(b.prepares_tensors for b in self.in_use())
+        return any([b.prepares_tensors for chunks in self.chunks for b in chunks])
 
     def in_use(self) -> set[Buffer]:
         """The buffers that there are."""

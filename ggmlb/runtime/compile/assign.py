@@ -54,7 +54,7 @@ class AssignRules:
         """Return the backends that can use memory of that type (`supports_buft`, asked once)."""
         known = self._users.get(buft)
         if known is None:
-            can = [b.supports_buft(buft) for b in self.backends]
+            can = [b.device.supports_buft(buft) for b in self.backends]
             known = self._users[buft] = frozenset([i for i, yes in enumerate(can) if yes])
         return known
 

@@ -105,7 +105,7 @@ class _CopiedGraph(IndexedGraph):
             return split.numbers
         tensors = self.tensors
         before = [*self._leafs, *self._nodes]
-        graph = Graph([tensors[i] for i in split.numbers])
+        graph = Graph(map(tensors.__getitem__, split.numbers))
         split.backend.graph_optimize(graph)
         split.marks = graph.marks
         numbers = {tensors[i]: i for i in (*before, *split.numbers)}

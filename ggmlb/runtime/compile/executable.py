@@ -238,8 +238,9 @@ class Executable:
             if tensors is None:
                 tensors = with_tensors(self.copied, self.graph.tensors, self.splits, c)
                 self._clones += self._clones_in(tensors)
-            whole = Graph([tensors[i] for i in self.copied.nodes])
-            graphs = self._graphs[c] = [Graph([tensors[i] for i in split.order]) for split in self.splits]
+            get = tensors.__getitem__
+            whole = Graph(map(get, self.copied.nodes))
+            graphs = self._graphs[c] = [Graph(map(get, split.order)) for split in self.splits]
             for graph, split in zip(graphs, self.splits, strict=True):
                 graph.whole, graph.owner_checks = whole, True
                 if tensors is self._computed:

@@ -350,13 +350,13 @@ class _Splitter:
         Copies are ordered on both sides. But a backend may still read or write another's memory in place
         when the allocator has reused that memory for a later split.
         """
-        rules = self._rules
+        rules, ran = self._rules, sorted({s.backend_id for s in self.splits})
+        if len(ran) < 2:
+            return
         n = len(rules.backends)
         shared = [[a != b and rules.shares(a, b) for a in range(n)] for b in range(n)]
-        ran = sorted({s.backend_id for s in self.splits})  # a graph is computed again and again
-        if len(ran) > 1:
-            self._add_written(shared)
-        for split in self.splits:
+        self._add_written(shared)
+        for split in self.splits:  # later ones too: a graph is computed again and again
             split.after = tuple([a for a in ran if shared[split.backend_id][a]])
 
     def _add_written(self, shared: list[list[bool]]) -> None:

@@ -434,7 +434,6 @@ class Scheduler(Freeable):
         Raises:
             BackendError: Queued work failed.
         """
-        self.check_alive("synchronize")
         self._executor.synchronize()
 
     def reset(self) -> None:
@@ -443,7 +442,6 @@ class Scheduler(Freeable):
         Its tensors keep their data until the next `alloc_graph`. Requests of `set_tensor_backend` stay
         (unlike in ggml) until withdrawn by `None`. Source: ggml_backend_sched_reset.
         """
-        self.check_alive("reset")
         self._graph = None
         self._executable = None
 
@@ -514,8 +512,7 @@ class Scheduler(Freeable):
         self._graph = None
 
     def _check_idle(self, call: str) -> None:
-        """Raise if the scheduler was freed, or is called from a callback or another thread meanwhile."""
-        self.check_alive(call)
+        """Raise if the scheduler is called from a callback, or another thread, while it computes."""
         if self._executor.is_busy:
             raise GraphError(
                 f"{call}: this Scheduler is in the middle of a computation; give a callback that computes, "
