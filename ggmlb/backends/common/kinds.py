@@ -137,26 +137,20 @@ def _what(item: Item) -> tuple[Hashable, ...]:
 
 def _facts(group: Group) -> Iterator[Hashable]:
     """Yield what conditions on a group ask of its tensors, which may have no place yet."""
-    tensors = [t for node in group.nodes for t in (node, *node.src)]
-    numbers = dict(zip(dict.fromkeys(tensors), count()))
-    yield from map(numbers.__getitem__, tensors)
-    roots: dict[Tensor, int] = {}
-    for t in numbers:
-        if t is None:
-            yield None
-            continue
-        base = t if t.view_src is None else t.view_src
-        yield t.layout
-        yield t.flags
-        yield roots.setdefault(base, len(roots))
-        if t.buffer is not None:
-            yield t.offset & ALIGNED
-        buffer = t.buffer or base.buffer
-        if buffer is not None:
-            yield buffer.buft
-            if type(buffer.buft).packing is not BufferType.packing:
-                yield buffer.packing(t)
+    same: dict[Tensor, int] = {}
     for node in group.nodes:
-        for operands in group.outside.values() if node.buffer is not None else ():
+        for t in (node, *node.src):
+            if t is None:
+                yield None
+                continue
+            yield same.setdefault(t, len(same))
+            yield t.layout
+            yield t.flags
+            yield t.offset & ALIGNED if t.buffer is not None else -1
+            buffer = t.buffer if t.buffer is not None or t.view_src is None else t.view_src.buffer
+            if buffer is not None:
+                yield buffer.buft
+                yield buffer.packing(t)
+        for operands in group.outside.values():
             for operand in operands:
                 yield overlap(node, operand)

@@ -102,7 +102,7 @@ class _Finder:
     def groups(self) -> list[Group]:
         found: list[Group] = []
         for node in reversed(self._nodes):  # the last node has the choice: a residual goes to the norm
-            if node.op not in _LAST or node in self._taken:
+            if node.op not in _LAST:
                 continue
             if self._marks:  # no other group was found where all were looked for
                 known = self._marks.get(node)
