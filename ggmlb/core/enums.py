@@ -169,6 +169,9 @@ VIEW_OPS: Final = frozenset({Op.RESHAPE, Op.VIEW, Op.PERMUTE, Op.TRANSPOSE})
 NO_OPS: Final = VIEW_OPS | {Op.NONE}
 """Ops without computation: leafs and views."""
 
+PYTHON_OPS: Final = frozenset({Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM})
+"""Ops that call a Python function."""
+
 
 class UnaryOp(IntEnum):
     """`GGML_UNARY_OP_*`: the function of an `Op.UNARY` node."""

@@ -11,6 +11,8 @@ from ggmlb.core.enums import Op
 from ggmlb.core.errors import ArgumentError, GraphError, UnsupportedOpError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.compile.assign import AssignRules
+from ggmlb.runtime.compile.read import IndexedGraph
 from ggmlb.runtime.scheduler import Cause, Scheduler
 from ggmlb.testing.fake import FakeBackend, FakeReg
 from tests.support.chain import new_input
@@ -252,3 +254,43 @@ def test_the_backend_list_is_checked():
             Scheduler([backend], [reg.devices[1].buffer_type])
         with pytest.raises(ArgumentError, match="1 backends, but 2 buffer types"):
             Scheduler([backend], [reg.devices[0].buffer_type] * 2)
+
+
+def test_a_device_is_asked_once_for_nodes_that_differ_only_in_place(make_bench):
+    asked: list[str] = []
+    bench = make_bench(FakeReg(2, declines=lambda t: asked.append(t.name)))
+    weights = [bench.weight(bench.gpu0, 8, 8) for _ in range(3)]
+
+    def graph(ctx: Context, factor: float, n: int) -> Graph:
+        x = new_input(ctx, 8, n)
+        for i, w in enumerate(weights):
+            x = ctx.set_name(ctx.scale(ctx.set_name(ctx.mul_mat(w, x), f"product{i}"), factor), f"scaled{i}")
+        return Graph().build_forward_expand(x)
+
+    with Scheduler([bench.gpu0, bench.cpu]) as sched:
+        for factor, n, new in (
+            (2.0, 2, {"product0", "product1", "scaled0"}),  # the first product reads an input
+            (3.0, 2, {"product1", "scaled0"}),  # which reads a result of another factor
+            (2.0, 4, {"product0", "product1", "scaled0"}),
+            (3.0, 2, set()),
+        ):
+            asked.clear()
+            sched.split_graph(graph(Context(), factor, n))
+            assert sorted(asked) == sorted(new)
+            assert {p.device for p in sched.placement} == {"Fake0"}
+
+
+def test_answers_about_custom_functions_keep_none_alive(bench):
+    ctx = Context()
+    x = new_input(ctx, 4)
+
+    def double(dst: np.ndarray, a: np.ndarray, ith: int, nth: int, userdata: object) -> None:
+        dst[:] = 2 * a
+
+    y = ctx.map_custom1(x, double, 1, None)
+    rules = AssignRules([bench.cpu], [bench.cpu.default_buffer_type])
+    indexed = IndexedGraph(Graph().build_forward_expand(y))
+    indexed.keep()
+    first, second = rules.kinds(indexed), rules.kinds(indexed)
+    assert set(first).isdisjoint(second)
+    assert not rules._kinds

@@ -19,7 +19,7 @@ from ggmlb.backends.ggml.backend import GgmlBackend, GgmlEvent
 from ggmlb.backends.ggml.buffer import GgmlBuffer, GgmlBufferType
 from ggmlb.backends.ggml.library import GgmlLibrary, guard, operands
 from ggmlb.backends.ggml.repacked import GgmlRepackedBufferType
-from ggmlb.core.enums import NO_OPS, DeviceType, Op
+from ggmlb.core.enums import NO_OPS, PYTHON_OPS, DeviceType, Op
 from ggmlb.core.errors import ArgumentError, BackendBroken, BackendError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
@@ -36,8 +36,6 @@ TENSOR_ALIGNMENT: Final = 32
 
 MOST_ANSWERS: Final = 4096
 """Size of the cache of answers: the layers of a model ask the same questions."""
-
-PYTHON_OPS: Final = frozenset({Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM})
 
 
 class GgmlDevice(Device):

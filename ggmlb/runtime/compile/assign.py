@@ -11,12 +11,14 @@ where its source is, even if the user requested another backend (ggml then reads
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
-from ggmlb.core.enums import BufferUsage, Op, TensorFlag
+from ggmlb.core.enums import PYTHON_OPS, BufferUsage, Op, TensorFlag
 from ggmlb.core.errors import GraphError, UnsupportedOpError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType
@@ -35,6 +37,7 @@ class AssignRules:
         strict: Whether a request that cannot be granted is an error.
         separate: Whether streams of one device compute in memory of their own each, so that one need not
             wait for another.
+        answers: For each backend, whether it runs a kind of node.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class AssignRules:
         self.backends, self.bufts = tuple(backends), tuple(bufts)
         self.op_offload, self.strict, self.separate = op_offload, strict, separate
         self.last = len(self.backends) - 1
+        self.answers: list[dict[int, bool]] = [{} for _ in self.backends]
+        self._kinds: dict[Hashable, int] = {}
         self._users: dict[BufferType, frozenset[int]] = {}
 
     def users(self, buft: BufferType) -> frozenset[int]:
@@ -57,6 +62,28 @@ class AssignRules:
             can = [b.device.supports_buft(buft) for b in self.backends]
             known = self._users[buft] = frozenset([i for i, yes in enumerate(can) if yes])
         return known
+
+    def kinds(self, graph: IndexedGraph) -> list[int]:
+        """Return the kind of each tensor by number: all that a device may ask of it and of its operands.
+
+        Nodes of one kind get the same answer, in other graphs too. Custom functions are not remembered.
+        """
+        if max(map(len, (self._kinds, *self.answers))) > MAX_KINDS:
+            self._kinds.clear()
+            self.answers = [{} for _ in self.backends]
+        homes = {b: None if b is None else b.buft for b in {*graph.buffers}}
+        memories = [homes[graph.buffers[root]] for root in graph.roots]
+        is_view = [base >= 0 for base in graph.bases]
+        params = [(*p.items(),) if p else () for p in graph.params]
+        facts = zip(graph.ops, graph.layouts, graph.flags, graph.view_offs, is_view, memories, params)  # noqa: B905
+        number, (begins, ends) = self._kinds.setdefault, graph.spans
+        if PYTHON_OPS.isdisjoint(graph.ops):
+            with suppress(TypeError):  # a parameter without a hash
+                forms = [*map(number, facts, _numbers), -1]
+                sources = [forms[i] for i in graph.sources]
+                reads = map(sources.__getitem__, map(slice, begins, ends))
+                return [*map(number, [(a, *b) for a, b in zip(forms, reads, strict=False)], _numbers)]
+        return [*islice(_numbers, len(graph.ops))]
 
     def is_apart(self, a: int, b: int) -> bool:
         """Whether two backends have memory of their own each, though its type is the same."""
@@ -94,6 +121,11 @@ _PLACED, _WEIGHT, _NEIGHBOUR, _VIEW = Cause.PLACED, Cause.WEIGHT, Cause.NEIGHBOU
 
 UNKNOWN = -1
 """Backend index of unassigned tensors."""
+
+MAX_KINDS = 1 << 14
+"""Most kinds of nodes whose answers are remembered."""
+
+_numbers = count()  # of kinds; none is given twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +208,16 @@ class _Passes:
         self._tensors, self._computes = graph.tensors, graph.computes
         self._roots, self._bases, self._buffers = graph.roots, graph.bases, graph.buffers
         self._last = rules.last
-        self._supported: list[list[bool | None]] = [[None] * len(graph.tensors) for _ in self.backends]
+        self._kinds = rules.kinds(graph)
 
     # -- questions -----------------------------------------------------------------------------
 
     def supports(self, b: int, node: int) -> bool:
-        """Whether backend `b` runs the node (cached)."""
-        answer = self._supported[b][node]
+        """Whether backend `b` runs the node; asked once for each kind."""
+        kind, known = self._kinds[node], self._rules.answers[b]
+        answer = known.get(kind)
         if answer is None:
-            answer = self._supported[b][node] = refusal(self._graph, self._rules, node, b) is None
+            answer = known[kind] = refusal(self._graph, self._rules, node, b) is None
         return answer
 
     def _sources(self, node: int) -> list[int]:
