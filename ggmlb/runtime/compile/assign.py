@@ -68,7 +68,7 @@ class AssignRules:
 
         Nodes of one kind get the same answer, in other graphs too. Custom functions are not remembered.
         """
-        if max(map(len, (self._kinds, *self.answers))) > MAX_KINDS:
+        if max(len(self._kinds), *map(len, self.answers)) > MAX_KINDS:
             self._kinds.clear()
             self.answers = [{} for _ in self.backends]
         homes = {b: None if b is None else b.buft for b in {*graph.buffers}}
