@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count, islice
@@ -64,26 +63,35 @@ class AssignRules:
         return known
 
     def kinds(self, graph: IndexedGraph) -> list[int]:
-        """Return the kind of each tensor by number: all that a device may ask of it and of its operands.
+        """Return the kind of each tensor by number: all that a device may ask of a node and its operands.
 
         Nodes of one kind get the same answer, in other graphs too. Custom functions are not remembered.
         """
         if max(len(self._kinds), *map(len, self.answers)) > MAX_KINDS:
             self._kinds.clear()
             self.answers = [{} for _ in self.backends]
+        kinds = [*islice(_numbers, len(graph.tensors))]  # of their own, unless a node's is known
+        if not PYTHON_OPS.isdisjoint(graph.ops):
+            return kinds
+        number, roots, (begins, ends) = self._kinds.setdefault, [*graph.roots, -1], graph.spans
         homes = {b: None if b is None else b.buft for b in {*graph.buffers}}
         memories = [homes[graph.buffers[root]] for root in graph.roots]
         is_view = [base >= 0 for base in graph.bases]
         params = [(*p.items(),) if p else () for p in graph.params]
         facts = zip(graph.ops, graph.layouts, graph.flags, graph.view_offs, is_view, memories, params)  # noqa: B905
-        number, (begins, ends) = self._kinds.setdefault, graph.spans
-        if PYTHON_OPS.isdisjoint(graph.ops):
-            with suppress(TypeError):  # a parameter without a hash
-                forms = [*map(number, facts, _numbers), -1]
-                sources = [forms[i] for i in graph.sources]
-                reads = map(sources.__getitem__, map(slice, begins, ends))
-                return [*map(number, [(a, *b) for a, b in zip(forms, reads, strict=False)], _numbers)]
-        return [*islice(_numbers, len(graph.ops))]
+        try:
+            forms = [*map(number, facts, _numbers), -1]
+        except TypeError:  # a parameter without a hash
+            return kinds
+        operands, owners = [forms[i] for i in graph.sources], [roots[i] for i in graph.sources]
+        for node in graph.work:
+            begin, end = begins[node], ends[node]
+            kind: tuple[Hashable, ...] = (forms[node], *operands[begin:end])
+            touched = [roots[node], *owners[begin:end]]
+            if len({*touched}) < len(touched):
+                kind = (*kind, tuple(map(touched.index, touched)))
+            kinds[node] = number(kind, kinds[node])
+        return kinds
 
     def is_apart(self, a: int, b: int) -> bool:
         """Whether two backends have memory of their own each, though its type is the same."""

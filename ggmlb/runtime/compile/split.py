@@ -355,24 +355,25 @@ class _Splitter:
             return
         n = len(rules.backends)
         shared = [[a != b and rules.shares(a, b) for a in range(n)] for b in range(n)]
-        self._add_written(shared)
+        self._add_written(shared, ran)
         for split in self.splits:  # later ones too: a graph is computed again and again
             split.after = tuple([a for a in ran if shared[split.backend_id][a]])
 
-    def _add_written(self, shared: list[list[bool]]) -> None:
+    def _add_written(self, shared: list[list[bool]], ran: Sequence[int]) -> None:
         """Add backends that use the same tensor in place, which one of them writes, wherever it lies."""
         graph = self._graph
         roots, buffers = graph.roots, graph.buffers
         written = graph.written.union([i for i in graph.work if buffers[i] is not None and roots[i] == i])
-        users: dict[int, set[int]] = {i: set() for i in written}
-        for split in self.splits if written else ():
+        able = {i: [b for b in ran if self._readable(i, b)] for i in written}
+        users: dict[int, set[int]] = {i: set() for i in written if len(able[i]) > 1}
+        for split in self.splits if users else ():
             for node in split.numbers:
                 if graph.computes[node]:
                     touched = [roots[i] for i in (node, *graph.reads(node)) if i >= 0]
-                    for i in written.intersection(touched):
+                    for i in users.keys() & touched:
                         users[i].add(split.backend_id)
         for i, backends in users.items():
-            found = [b for b in backends if self._readable(i, b)] if len(backends) > 1 else []
+            found = backends.intersection(able[i])
             for a in found:
                 for b in found:
                     shared[a][b] |= a != b
