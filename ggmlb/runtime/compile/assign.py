@@ -74,11 +74,13 @@ class AssignRules:
         if not PYTHON_OPS.isdisjoint(graph.ops):
             return kinds
         number, roots, (begins, ends) = self._kinds.setdefault, [*graph.roots, -1], graph.spans
-        homes = {b: None if b is None else b.buft for b in {*graph.buffers}}
-        memories = [homes[graph.buffers[root]] for root in graph.roots]
+        homes = {b: b.buft for b in {*graph.buffers} if b is not None}
+        buffers, layouts = graph.buffers, graph.layouts
+        # How a tensor is stored in such memory depends on its layout, and a view is stored as its source.
+        memories = [(homes[b], layouts[i]) if (b := buffers[i]) is not None else None for i in graph.roots]
         is_view = [base >= 0 for base in graph.bases]
         params = [(*p.items(),) if p else () for p in graph.params]
-        facts = zip(graph.ops, graph.layouts, graph.flags, graph.view_offs, is_view, memories, params)  # noqa: B905
+        facts = zip(graph.ops, layouts, graph.flags, graph.view_offs, is_view, memories, params)  # noqa: B905
         try:
             forms = [*map(number, facts, _numbers), -1]
         except TypeError:  # a parameter without a hash
