@@ -9,21 +9,20 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, OpPool
 from ggmlb.core.tensor import Tensor
-from ggmlb.testing.draw import PADDED, PLAIN, Extents, Program
-from ggmlb.testing.ops.record import (
+from ggmlb.testing.draw import (
     ANY,
     BF16,
     F16,
     F32,
     LOPSIDED,
+    PADDED,
+    PLAIN,
     POSITIVE,
-    Perf,
-    cases,
-    f32,
-    main,
-    on_main,
+    Extents,
+    Program,
     tolerance,
 )
+from ggmlb.testing.ops.record import Perf, cases, f32, main, on_main
 
 
 def conv_values(kernel: DType) -> Any:

@@ -12,8 +12,8 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.custom import N_TASKS_MAX, Array
 from ggmlb.core.tensor import Tensor
-from ggmlb.testing.draw import PLAIN, Extents, Program
-from ggmlb.testing.ops.record import ANY, BF16, F16, F32, I32, ROW, cases, f32, main
+from ggmlb.testing.draw import ANY, BF16, F16, F32, I32, PLAIN, Extents, Program
+from ggmlb.testing.ops.record import ROW, cases, f32, main
 
 # -- custom ---
 

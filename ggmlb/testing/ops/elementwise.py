@@ -7,16 +7,23 @@ from typing import Any
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import GluOp, Op, TriType, UnaryOp
-from ggmlb.testing.draw import GAPS, PADDED, PLAIN, Program
-from ggmlb.testing.ops.record import (
+from ggmlb.testing.draw import (
     ANY,
     BF16,
     F16,
     F32,
     FLOATS,
+    GAPS,
     I32,
-    ROW,
+    PADDED,
+    PLAIN,
     ROWS,
+    Program,
+    tolerance,
+    window,
+)
+from ggmlb.testing.ops.record import (
+    ROW,
     Perf,
     Sample,
     cases,
@@ -27,8 +34,6 @@ from ggmlb.testing.ops.record import (
     on_main,
     on_rows,
     rows,
-    tolerance,
-    window,
 )
 
 # -- unary ---

@@ -6,26 +6,22 @@ from functools import partial
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, ScaleFlag, ScaleMode
-from ggmlb.testing.draw import PADDED, PLAIN, Program
-from ggmlb.testing.ops.record import (
+from ggmlb.testing.draw import (
     ANY,
     BF16,
     F16,
     F32,
     I32,
     I64,
+    PADDED,
+    PLAIN,
     READ_ONLY,
-    ROW,
     ROWS,
     WEIGHTS,
-    Perf,
-    cases,
-    f32,
-    main,
-    on_main,
-    rows,
+    Program,
     window,
 )
+from ggmlb.testing.ops.record import ROW, Perf, cases, f32, main, on_main, rows
 
 # -- copy ---
 

@@ -6,24 +6,22 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
-from ggmlb.testing.draw import OUTER, PADDED, PLAIN, Program
-from ggmlb.testing.ops.record import (
+from ggmlb.testing.draw import (
     ANY,
     BF16,
     F16,
     F32,
     I32,
     LOPSIDED,
+    OUTER,
+    PADDED,
+    PLAIN,
     READ_ONLY,
-    ROW,
     ROWS,
     WEIGHTS,
-    Perf,
-    cases,
-    f32,
-    i32,
-    main,
+    Program,
 )
+from ggmlb.testing.ops.record import ROW, Perf, cases, f32, i32, main
 
 # -- matmul ---
 

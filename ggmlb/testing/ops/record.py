@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ggmlb.core import dtypes
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import DTypeError
 from ggmlb.core.tensor import Tensor
-from ggmlb.testing.draw import OUTER, PADDED, PERMUTED, PLAIN, Program
+from ggmlb.testing.draw import F32, I32, Program
 
 Sample = Callable[[Context, DType], Tensor]
 """Builds a small node whose main operand has the given type.
@@ -97,49 +96,6 @@ def cases(
         return draw
 
     return add
-
-
-# -- types, layouts and values ---
-
-
-F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
-FLOATS: Final = (F32, F16, BF16)
-
-ROWS: Final = (PLAIN, PADDED, OUTER)
-ANY: Final = (PLAIN, PADDED, OUTER, PERMUTED)
-
-LOPSIDED: Final[Any] = {"low": -0.2, "high": 1.0}
-"""Values whose products do not cancel, because ggml rounds activations to a short type."""
-POSITIVE: Final[Any] = {"low": 0.1, "high": 1.0}
-"""Values whose sums never cancel."""
-
-NO_WEIGHTS = (DType.Q8_1, DType.Q8_K, DType.Q2_0)
-"""Types without products: ggml quantises activations to the first two; ggml-python lacks the last."""
-
-WEIGHTS = tuple(t for t in DType if t.is_quantized and dtypes.can_quantize(t) and t not in NO_WEIGHTS)
-"""Quantised types that `quantize` writes and ggml multiplies."""
-
-READ_ONLY = tuple(t for t in DType if t.is_quantized and not dtypes.can_quantize(t))
-"""Quantised types that need an importance matrix to be written."""
-
-
-def tolerance(*dtypes: DType) -> float:
-    """Error tolerance for rounding to a short type."""
-    if BF16 in dtypes:
-        return 1e-4
-    return 1e-6 if F16 in dtypes else 1e-7
-
-
-def window(p: Program, dtype: DType) -> tuple[str, str, tuple[int, ...], int]:
-    """Draw a tensor, a smaller one, and the strides and offset of the window it fits."""
-    size = dtype.type_size
-    small = p.ne(20, 4, 3, 2)
-    more = [p.int(0, 4), p.int(0, 2), p.int(0, 2), p.int(0, 1)]
-    start = [p.int(0, m) for m in more]
-    large = tuple(n + m for n, m in zip(small, more, strict=True))
-    nb = (size, size * large[0], size * large[0] * large[1], size * large[0] * large[1] * large[2])
-    offset = sum(s * b for s, b in zip(start, nb, strict=True))
-    return p.leaf(dtype, large), p.operand(dtype, small, *ROWS), nb[1:], offset
 
 
 # -- nodes for samples and timings ---

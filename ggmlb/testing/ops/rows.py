@@ -10,28 +10,22 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, SortOrder
 from ggmlb.core.tensor import Tensor
-from ggmlb.testing.draw import PADDED, PLAIN, Program
-from ggmlb.testing.ops.record import (
+from ggmlb.testing.draw import (
     ANY,
     BF16,
     F16,
     F32,
     I32,
     I64,
+    PADDED,
+    PLAIN,
     READ_ONLY,
-    ROW,
     ROWS,
     WEIGHTS,
-    Perf,
-    cases,
-    f32,
-    i32,
-    main,
-    on_main,
-    on_rows,
-    rows,
+    Program,
     tolerance,
 )
+from ggmlb.testing.ops.record import ROW, Perf, cases, f32, i32, main, on_main, on_rows, rows
 
 # -- reduce ---
 

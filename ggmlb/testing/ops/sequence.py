@@ -10,8 +10,8 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.tensor import Tensor
-from ggmlb.testing.draw import PADDED, PLAIN, Program
-from ggmlb.testing.ops.record import BF16, F16, F32, I32, ROWS, Perf, cases, f32, i32, main
+from ggmlb.testing.draw import BF16, F16, F32, I32, PADDED, PLAIN, ROWS, Program
+from ggmlb.testing.ops.record import Perf, cases, f32, i32, main
 
 # -- recurrent ---
 

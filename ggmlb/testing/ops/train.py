@@ -8,8 +8,8 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
-from ggmlb.testing.draw import Program
-from ggmlb.testing.ops.record import F32, ROW, cases, f32, main
+from ggmlb.testing.draw import F32, Program
+from ggmlb.testing.ops.record import ROW, cases, f32, main
 
 # -- train ---
 
