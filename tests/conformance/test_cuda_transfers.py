@@ -346,3 +346,4 @@ def test_memory_of_another_library_is_held_until_no_stream_uses_it(
         assert owner() is None
         if use == "transfer":
             assert out.tolist() == [2, 3, 4, 5]
+    assert device.adopt(np.zeros(4)) is None

@@ -339,6 +339,13 @@ def test_damaged_replacements_do_no_harm(texts: bytes, units: list[int], text: s
 # -- parts -------------------------------------------------------------------------------------------
 
 
+@given(ANY_TEXT, st.sampled_from(sorted(PRE_TOKENIZERS)))
+def test_words_are_the_text_when_joined(text: str, name: str) -> None:
+    words = PRE_TOKENIZERS[name].split(text)
+    assert "".join(words) == text
+    assert all(words)
+
+
 PLAIN = {
     "superbpe": (r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))"),
     "deepseek-llm": tuple(p.replace(r"(?<!\s)", "") for p in PRE_TOKENIZERS["deepseek-llm"].patterns),

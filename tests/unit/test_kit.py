@@ -21,11 +21,12 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
+from ggmlb.core.sharding import SplitAxis
 from ggmlb.interface.registry import device_by_name, load, unload
 from ggmlb.testing.about import About, facts_of
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.claims import claims_not_run
-from ggmlb.testing.devices import UnknownDeviceError, device_named
+from ggmlb.testing.devices import UnknownDeviceError, device_named, sharded_by_chance
 from ggmlb.testing.forecast import about_minutes, forecast_s
 from ggmlb.testing.formats import JunitReport, as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
@@ -249,6 +250,14 @@ def test_a_card_of_a_known_backend_is_absent(name):
     with pytest.raises((RegistryError, BackendUnavailable)) as caught:
         device_named(name)
     assert not isinstance(caught.value, UnknownDeviceError)
+
+
+def test_weights_are_dealt_out_in_many_ways():
+    tensors = [Context().new_tensor("q4_0", (32 * n, 7, 3), f"w{n}") for n in range(1, 60)]
+    states = [sharded_by_chance(t, 3) for t in tensors]
+    assert states == [sharded_by_chance(t, 3) for t in tensors]
+    assert {int(s.axis) for s in states} == {0, 1, 2, int(SplitAxis.MIRRORED)}
+    assert any(0 in s.segments[0] for s in states if s.is_cut)
 
 
 def test_weights_lie_in_every_kind_of_memory():
