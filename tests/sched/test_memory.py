@@ -95,15 +95,16 @@ def test_a_device_that_works_in_host_memory_is_waited_for_before_the_memory_is_r
             np.testing.assert_allclose(b.to_numpy(), np.arange(64.0) ** 2 + b.src[1].to_numpy(), rtol=1e-6)
 
 
-def test_what_a_device_computes_in_host_memory_is_awaited_before_another_uploads_it(bench):
+@pytest.mark.parametrize("read", ["the result", "the memory"])
+def test_what_a_device_computes_in_host_memory_is_awaited_before_another_uploads_it(bench, read):
     reg = FakeReg(1)
     sharing = bench.stack.enter_context(SharingDevice(reg, 0, None, 1 << 20).init_backend())
     ctx = Context()
     x = new_input(ctx, 64)
     cache = bench.weight(bench.cpu, 64, name="a")
     a = ctx.cpy(ctx.sqr(x), cache)  # late, into host memory
-    b = ctx.set_output(ctx.mul(bench.weight(bench.gpu0, 64), a))
-    graph = Graph().build_forward_expand(b)
+    b = ctx.set_output(ctx.mul(bench.weight(bench.gpu0, 64), a if read == "the result" else cache))
+    graph = Graph().build_forward_expand(a, b)
     with Scheduler([sharing, bench.gpu0, bench.cpu]) as sched:
         for node in graph.nodes:
             sched.set_tensor_backend(node, bench.gpu0 if node is b else sharing)
