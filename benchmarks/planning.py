@@ -50,7 +50,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (GraphAllocator, "alloc_indexed", "plan memory"),
     (Backend, "_check_graph", "check places"),
     (llvm_plan, "fuse", "ask whether groups still fit"),
-    (llvm_plan, "Table", "lower new kinds of nodes, and bind"),
+    (llvm_plan.LlvmPlan, "_lower", "lower new kinds of nodes, and bind"),
     (llvm_backend.LlvmBackend, "_compute", "kernels"),
 )
 """The parts of the work: what is timed where. The kernels at the end are not counted."""

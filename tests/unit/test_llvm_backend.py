@@ -17,14 +17,15 @@ from pathlib import Path
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
 from ggmlb.backends.common.kinds import Kinds
-from ggmlb.backends.llvm import LlvmReg, backend_reg, table
+from ggmlb.backends.llvm import LlvmReg, backend_reg, plan
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen.emit import Emitter
 from ggmlb.backends.llvm.codegen.host import target_for
 from ggmlb.backends.llvm.codegen.library import Library
 from ggmlb.backends.llvm.codegen.value import I64
 from ggmlb.backends.llvm.kernels import elementwise, float_bands
-from ggmlb.backends.llvm.lowering import lower, walks
+from ggmlb.backends.llvm.lowering import context
+from ggmlb.backends.llvm.lowering.context import lower
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
 from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
@@ -42,6 +43,7 @@ F32, F16 = DType.F32, DType.F16
 def llvm() -> Iterator[LlvmBackend]:
     with DEVICE.init_backend({"n_threads": 3}) as backend:
         assert isinstance(backend, LlvmBackend)
+        backend.kinds = Kinds()  # not those of other tests
         yield backend
 
 
@@ -219,7 +221,7 @@ def test_results_written_past_the_caches(
         return c.add(leaf(F16, *ne), c.swiglu_split(c.silu(c.add(x, row)), c.scale(x, 0.5)))
 
     right = computed(program, llvm)
-    monkeypatch.setattr(walks, "kept_nbytes", lambda: 0)
+    monkeypatch.setattr(context, "kept_nbytes", lambda: 0)
     llvm.kinds = Kinds()  # nothing is lowered so far
     assert (computed(program, llvm) == right).all()
 
@@ -238,10 +240,20 @@ def test_nodes_of_a_kind_are_lowered_once(llvm: LlvmBackend, monkeypatch: pytest
         return program
 
     lowered = []
-    monkeypatch.setattr(table, "lower", lambda *args: (lowered.append(args[0]), lower(*args))[1])
+    monkeypatch.setattr(plan, "lower", lambda *args: (lowered.append(args[0]), lower(*args))[1])
     for n in (1, 3, 5):
         check(layers(n), llvm, 1e-3)
     assert len(lowered) == 5  # four of a layer; of two layers, a sum and a norm are a group
+
+
+def test_steps_outlive_the_stream_that_lowered_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of threads has its own, as chunks differ."""
+    lowered = []
+    monkeypatch.setattr(plan, "lower", lambda *args: (lowered.append(args[0]), lower(*args))[1])
+    for n_threads, n in ((2, 1), (2, 1), (3, 2), (2, 2)):
+        with DEVICE.init_backend({"n_threads": n_threads}) as backend:
+            computed(lambda c, leaf: c.floor(leaf(F32, 4099, 3)), backend)
+        assert len(lowered) == n
 
 
 def test_kinds_tell_operands_and_places_apart(llvm: LlvmBackend) -> None:

@@ -33,8 +33,8 @@ from ggmlb.backends.llvm.kernels import (
     tiles,
 )
 from ggmlb.backends.llvm.kernels.attention_units import HeadParams
-from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.quantize import WRITERS
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
+from ggmlb.backends.llvm.kernels.convert import WRITERS
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import ArgumentError
@@ -164,7 +164,7 @@ def test_transposing_and_sums_of_rows(lib: Library) -> None:
 
 def blocks(k: Emitter, dtype: str, n_bytes: int) -> None:
     at, codes_at, scales_at = k.ints(3)
-    form = FORMS[dtype]
+    form = FORMATS[dtype]
     places = [at + i * form.nbytes for i in range(256 // form.block)]
     if n_bytes:
         runs = [v for i in range(4) for v in form.pair(k, places, i, n_bytes)]
@@ -177,11 +177,11 @@ def blocks(k: Emitter, dtype: str, n_bytes: int) -> None:
     k.store(minimums if minimums is not None else scales * 0.0, scales_at + 64)
 
 
-@pytest.mark.parametrize("dtype", FORMS)
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("n_bytes", [0, 32, 64])
 def test_blocks(lib: Library, dtype: str, n_bytes: int) -> None:
     """Codes run by run, or in pairs, whose vectors have a half of each run in turn."""
-    form, kind = FORMS[dtype], DType[dtype.upper()]
+    form, kind = FORMATS[dtype], DType[dtype.upper()]
     if n_bytes == 64 and lib.target.level.lanes < 16:
         pytest.skip("has no vectors of 64 bytes")
     raw = np.asarray(dtypes.quantize(np.random.default_rng(0).normal(size=(1, 256)), kind)).view(np.uint8)

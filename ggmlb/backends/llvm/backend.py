@@ -5,27 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from ggmlb.backends.common.fusion import Group, gather
-from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.common.workspace import Workspace
-from ggmlb.backends.llvm.lowering import fused
+from ggmlb.backends.llvm.lowering.context import can_fuse
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
-from ggmlb.interface import Backend, Device, GraphPlan
+from ggmlb.interface import Backend, GraphPlan
 from ggmlb.interface.host import aligned_empty
 from ggmlb.system.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.library import Library
-    from ggmlb.backends.llvm.lowering.steps import LoweredSteps
+    from ggmlb.backends.llvm.device import LlvmDevice
 
 
 class LlvmBackend(Backend):
     """Computes plans of compiled kernels.
 
     Args:
-        device: The device.
+        device: The device, which keeps the steps of kinds that any of its streams has lowered.
         n_threads: Number of threads, the caller's included.
         library: The kernels.
 
@@ -35,18 +34,23 @@ class LlvmBackend(Backend):
 
     guid = "ggmlb-llvm"
 
-    def __init__(self, device: Device, n_threads: int, library: Library) -> None:
+    def __init__(self, device: LlvmDevice, n_threads: int, library: Library) -> None:
         super().__init__(device)
         self.library = library
         self.scratch = Workspace(aligned_empty)
         self.activations = Workspace(aligned_empty)
-        self.kinds: Kinds[LoweredSteps] = Kinds()
+        self.kinds = device.kinds
         self.pool = Pool(checked_n_threads(n_threads), library)
 
     @property
     def n_threads(self) -> int:
         """Threads that it uses."""
         return self.pool.n
+
+    @property
+    def lowered_for(self) -> tuple[Library, int]:
+        """What lowered steps depend on, besides their kind: the kernels and the number of threads."""
+        return self.library, self.pool.n
 
     def set_n_threads(self, n: int) -> None:
         """Use `n` threads from now on.
@@ -60,12 +64,11 @@ class LlvmBackend(Backend):
     def _use_threads(self, n: int) -> None:
         self.pool.free()
         self.pool = Pool(n, self.library)
-        self.kinds = Kinds()
         self._plans.clear()
 
     def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
-        return fused.can_fuse(group)
+        return can_fuse(group)
 
     def graph_optimize(self, graph: Graph) -> None:
         """Move the nodes of fused groups together."""

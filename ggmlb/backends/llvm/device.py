@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy.typing as npt
 
+from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen.library import library
-from ggmlb.backends.llvm.lowering.rules import RULES
+from ggmlb.backends.llvm.lowering.context import RULES, LoweredSteps
 from ggmlb.backends.llvm.repacked_buffer import RepackedBufferType
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.tensor import Tensor
@@ -19,7 +20,11 @@ from ggmlb.system.process import n_cpus
 
 
 class LlvmDevice(Device):
-    """The processor as a device that computes in the CPU's buffer type."""
+    """The processor as a device that computes in the CPU's buffer type.
+
+    Attributes:
+        kinds: The steps of nodes and groups that its streams have lowered.
+    """
 
     name = "LLVM"
     type = DeviceType.ACCEL
@@ -28,6 +33,7 @@ class LlvmDevice(Device):
         self._reg = reg
         self._cpu = backend_reg().devices[0]
         self._repacked = RepackedBufferType(self)
+        self.kinds: Kinds[LoweredSteps] = Kinds()
 
     @property
     def description(self) -> str:

@@ -28,11 +28,11 @@ SPINS = 40000
 
 
 class Span(NamedTuple):
-    """Steps that are computed in one call, as words: each integer that ctypes converts takes 0.1 us.
+    """Steps that are computed in one call, as words: ctypes takes 0.1 us per integer argument.
 
     Attributes:
         words: Control block, table, first step, and the one after the last.
-        address: Of the words.
+        address: Address of the words.
     """
 
     words: npt.NDArray[np.int64]
@@ -64,10 +64,10 @@ class Pool:
         self._n_forks = process_state.n_forks
 
     def span(self, table: int, first: int, last: int) -> Span:
-        """Return what `run` takes: steps of a table.
+        """Return a range of the steps in an array, for `run`.
 
         Args:
-            table: Its address.
+            table: Address of the array.
             first: The first step.
             last: The one after the last.
         """
@@ -78,11 +78,11 @@ class Pool:
         """Compute steps.
 
         Args:
-            span: They, of this pool.
-            share: Whether there is work for more than one thread.
+            span: The steps, from this pool's `span`.
+            share: Whether any step is for several threads.
         """
         if self._n_forks != process_state.n_forks:
-            self._begin()  # threads do not survive a fork, nor does what they were at
+            self._begin()  # threads do not survive a fork, and the control block may be in any state
         if share and self.n > 1:
             self._wake()
         self._run(span.address)
@@ -93,7 +93,7 @@ class Pool:
             number = len(self._workers) + 1
             worker = _Worker(serve, self._control, number)
             if worker.thread is None:
-                self._most = len(self._workers)  # the system is not asked again at each graph
+                self._most = len(self._workers)  # no further attempt at each graph
             else:
                 self._workers = [*self._workers, worker]
         for worker in self._workers:
@@ -144,11 +144,11 @@ class _Worker:
         while not self.ends:
             self._serve(address, self._number, SPINS, 0)
             self.sleeps = True
-            if not self.ends:  # else nobody may ring any more
+            if not self.ends:  # else `end` may not release it any more
                 self.bell.acquire()
 
     def end(self) -> None:
-        """Let the thread end."""
+        """Make the thread end."""
         self.ends = True
         if self.sleeps:
             self.sleeps = False

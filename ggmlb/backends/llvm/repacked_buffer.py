@@ -1,8 +1,8 @@
-"""LLVM_Repacked: weights in strips of 16 interleaved rows (`kernels.interleaved`), read faster by products.
+"""LLVM_Repacked: memory that stores weights in strips of 16 interleaved rows (`kernels.interleaved`).
 
-The size is unchanged, and tensors are read back in ggml's order. A weight without whole strips of rows,
-or whose type has no strips, is stored in ggml's order. It is the device's extra buffer type:
-`get_proc_address("dev_get_extra_bufts")`.
+Products read strips faster. Sizes are unchanged, and tensors read back in ggml's layout. A weight whose
+number of rows is no multiple of 16, or whose type has no strips, is stored in ggml's layout. It is the
+device's extra buffer type: `get_proc_address("dev_get_extra_bufts")`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from ggmlb.backends.common.packed_buffer import PackedBuffer
 from ggmlb.backends.common.weight_memory import misplaced, weight_in
 from ggmlb.backends.llvm.codegen.library import Emit, function, library
 from ggmlb.backends.llvm.codegen.simd import SIZES
-from ggmlb.backends.llvm.kernels import strips
-from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.interleaved import ROWS
+from ggmlb.backends.llvm.kernels import interleaved
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
@@ -64,24 +63,26 @@ class RepackedBuffer(PackedBuffer, HostBuffer):
 
     def group_nbytes(self, tensor: Tensor) -> int:
         """Bytes of a strip."""
-        return ROWS * tensor.dtype.row_size(tensor.ne[0])
+        return interleaved.ROWS * tensor.dtype.row_size(tensor.ne[0])
 
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         start = tensor.offset + offset
-        _move(strips.pack, self._base[start : start + data.size], data, tensor)
+        _move(interleaved.pack, self._base[start : start + data.size], data, tensor)
 
     def _get_groups(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         start = tensor.offset + offset
-        _move(strips.unpack, self._base[start : start + out.size], out, tensor)
+        _move(interleaved.unpack, self._base[start : start + out.size], out, tensor)
 
     def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         return False  # the bytes have to be converted
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether this memory keeps a weight in strips."""
+    """Whether this memory stores a weight in strips."""
     name = tensor.dtype.name.lower()
-    return (name in FORMS or name in SIZES) and tensor.ne[1] % ROWS == 0 and tensor.is_contiguous()
+    return (
+        (name in FORMATS or name in SIZES) and tensor.ne[1] % interleaved.ROWS == 0 and tensor.is_contiguous()
+    )
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -92,10 +93,10 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _move(emit: Emit, packed: Bytes, rows: Bytes, tensor: Tensor) -> None:
-    """Run a kernel on whole strips, and as many rows in ggml's order."""
+    """Run a kernel on whole strips, and the same rows in ggml's layout."""
     dtype, k = tensor.dtype, tensor.ne[0]
     kernel = _kernel(emit, dtype)
-    n_strips = rows.size // (ROWS * dtype.row_size(k))
+    n_strips = rows.size // (interleaved.ROWS * dtype.row_size(k))
     args = np.array([packed.ctypes.data, rows.ctypes.data, k // dtype.block_size, n_strips], np.int64)
     kernel(args.ctypes.data, 0, 1, 0)
 

@@ -1,14 +1,15 @@
 """Quantisation of activations to bytes, in blocks of 32, once for all products that read them.
 
-A row of `k` elements becomes, one part after the other: `k` codes (int8), `k / 32` scales (float32),
-sums of 32 or 16 values as quantised (float32), and `k / 16` sums of codes, each in two parts of 16 bits:
-of the first two of each four neighbours, and of the others.
+As ggml's q8_0 and q8_1, with the fields of a row apart. A row of `k` elements becomes, one part after
+another: `k` codes (int8), `k / 32` scales (float32), sums of 32 or 16 dequantised values (float32), and
+`k / 16` sums of codes, each in two parts of 16 bits: of the first two of each four neighbours, and of the
+others.
 
 Weights of 8 bits need more precision: some channels of a model's hidden states are many times as large as
 their neighbours, which lose precision with a common scale of 8 bits. For such weights, a block with an
 outlier has codes `128 high + low`; `k` high parts (int8) follow, and `k / 32` flags of blocks with high
-parts, so that products can skip the others. In place of sums of codes, there is then what a block's products
-with codes that are 128 too large have to begin at (int32).
+parts, so that products can skip the others. Instead of sums of codes, there is then an initial value (int32)
+for a block's products with codes that are 128 too large.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, folds, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, lanes_of, like, vec
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
+    from ggmlb.backends.llvm.codegen.host import Level
     from ggmlb.backends.llvm.codegen.simd import DotSum
 
 HIGH = 128
@@ -34,30 +37,48 @@ AT_ONCE = 4
 """Blocks that are quantised together."""
 
 FLAGS = 32
-"""Flags that are read at a time."""
+"""Flags that are loaded at a time."""
 
 
 class ActivationLayout(NamedTuple):
-    """What a quantised row has, and in which order.
+    """The layout of a row of quantised activations.
 
     Attributes:
-        wide: Whether it may have high parts.
-        sums: How many values each sum is of: 32 or 16.
-        in_turns: Whether the codes of two blocks lie in turns of 16: halves of a vector are then of one each.
+        wide: Whether blocks may have high parts.
+        sums: Number of values per sum: 32 or 16.
+        interleaved_pairs: Whether the codes of two blocks alternate by 16, so that each half of a vector of
+            32 has codes of one block.
     """
 
     wide: bool = False
     sums: int = 32
-    in_turns: bool = False
+    interleaved_pairs: bool = False
 
     def codes_nbytes(self, k: Any) -> Any:
         """Bytes of the codes of `k` elements: of whole pairs of blocks."""
-        return (k + 63) // 64 * 64 if self.in_turns else k
+        return (k + 63) // 64 * 64 if self.interleaved_pairs else k
 
     def row_nbytes(self, k: Any) -> Any:
         """Bytes of a quantised row of `k` elements."""
         codes, more = self.codes_nbytes(k), k // 8 + k // self.sums * 4
         return codes + more + (k // 8 + codes + _flags_nbytes(k) if self.wide else k // 4)
+
+
+def layout_for_rows(dtype: str, level: Level) -> ActivationLayout:
+    """Return the layout that products of a weight's rows read (`matvec`)."""
+    form = FORMATS[dtype]
+    return ActivationLayout(form.wide, form.group, interleaved_pairs=max(8, level.lanes) == 8)
+
+
+def layout_for_strips(dtype: str) -> ActivationLayout:
+    """Return the layout that products of a weight in strips read (`interleaved_products`)."""
+    return ActivationLayout(FORMATS[dtype].wide)
+
+
+def layout_for_tiles(dtype: str) -> ActivationLayout:
+    """Return the layout that products of packed tiles read (`byte_tiles`)."""
+    form = FORMATS[dtype]
+    return ActivationLayout(form.wide, form.group if form.has_min else 32)
 
 
 class QuantRow(NamedTuple):
@@ -67,9 +88,8 @@ class QuantRow(NamedTuple):
         codes: The codes, or their low parts.
         scales: Of 32 each.
         sums: Of values.
-        counts: Sums of 16 codes each, in two parts; where rows may have high parts, what products of 32 codes
-            begin at.
-        high: The high parts of codes, if a row is to have them.
+        counts: Sums of 16 codes each, in two parts; in wide layouts, initial values of products of 32 codes.
+        high: The high parts of codes, in wide layouts.
         flags: Whether a block has high parts.
     """
 
@@ -82,7 +102,7 @@ class QuantRow(NamedTuple):
 
 
 def _flags_nbytes(k: Any) -> Any:
-    """Whole vectors of flags."""
+    """Bytes of the flags, in whole vectors."""
     return (k // 32 + (FLAGS - 1)) // FLAGS * FLAGS
 
 
@@ -123,7 +143,7 @@ def _quantize(
     """Quantise `n` blocks of a row, beginning at `block`."""
     start = source + block * (32 * SIZES[dtype])
     values = [load_floats(k, dtype, start + i * (32 * SIZES[dtype]), 32) for i in range(n)]
-    # As integers, magnitudes have NaN above infinity above all numbers: such a block's scale says so.
+    # Compared as integers, NaN is above infinity, which is above all numbers: the scale becomes NaN or inf.
     magnitudes = [x.bits(vec(I32, 32)) & 0x7FFFFFFF for x in values]
     tops = folds([k.maximum(*m.split()) for m in magnitudes], k.maximum)
     tops = tops.bits(like(tops.type, F32))
@@ -148,7 +168,7 @@ def _quantize(
         halves += (codes if to.high is not None else codes << k.table(codes.type, [0, 0, 16, 16] * 8)).split()
     counts = sums = folds(halves, operator.add)
     if to.high is None:
-        counts = counts + ((counts & 0x8000) << 1)  # what a negative lower half took from the upper one
+        counts = counts + ((counts & 0x8000) << 1)  # undo the borrow of a negative lower half
         sums = both_parts(counts)
     k.store(scales, to.scales + block * 4)
     if layout.sums == 32:
@@ -164,7 +184,7 @@ def _quantize(
 
 def _store_codes(k: Emitter, codes: Value, to: Value, block: Value, layout: ActivationLayout) -> None:
     """Write the codes of a block, by its number."""
-    if not layout.in_turns:
+    if not layout.interleaved_pairs:
         k.store(codes.trunc(I8), to + block * 32)
         return
     at = to + (block >> 1) * 64 + (block & 1) * 16
@@ -173,13 +193,13 @@ def _store_codes(k: Emitter, codes: Value, to: Value, block: Value, layout: Acti
 
 
 def both_parts(counts: Value) -> Value:
-    """The sums of sums of codes in two parts."""
+    """Add the two parts of sums of codes."""
     parts_, n = counts.bits(vec(I16, 2 * lanes_of(counts.type))), 2 * lanes_of(counts.type)
     return parts_.shuffle(range(0, n, 2)).sext(I32) + parts_.shuffle(range(1, n, 2)).sext(I32)
 
 
 def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Value]:
-    """The sums of codes of a group of `size` elements, by its number, in two parts in each of `n` lanes."""
+    """Load the sums of codes of a group of `size` elements, in two parts, in each of `n` lanes."""
     at = [x.counts + (group * (size // 16) + i) * 4 for i in range(size // 16)]
     return [k.load(I32, a).splat(n).bits(vec(I16, 2 * n)) for a in at]
 
@@ -187,7 +207,7 @@ def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Val
 def begin(
     dot: Dot, size: int, offset: int | None, most: int, group: Value, x: QuantRow, scale: Value | None = None
 ) -> DotSum:
-    """An empty sum of the products of lanes of codes with a group of `size` elements; see `Dot.group`."""
+    """An empty sum for the products of codes with a group of `size` activations; see `Dot.group`."""
     k = dot.k
     if x.high is None:
         return dot.group(offset, most, scale, counts(k, dot.lanes, size, group, x))

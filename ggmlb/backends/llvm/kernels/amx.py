@@ -1,8 +1,8 @@
 """Products of bytes in tile registers (AMX): 16 rows of activations times 16 of a weight.
 
 A tile register holds codes of some rows of activations, or of 16 rows of the weight (groups of four
-neighbours, as in packed tiles and strips), or their 32-bit products. Only elements with a common scale
-are summed there; the rest is done in vectors, through memory.
+neighbours, as in packed tiles and strips), or their 32-bit products. It sums only elements with a common
+scale; scales are applied in vectors, through memory.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
 
 ROWS = 16
-"""Rows of a register, and of a weight that meet."""
+"""Rows of a register, and rows of the weight per product."""
 
 ROW_NBYTES = 64
 
 _SUMS, _CODES, _WEIGHTS = range(3)
-"""The registers that are used, by number."""
+"""Numbers of the registers that are used."""
 
 
 @contextmanager
 def tiles(k: Emitter, n_rows: int, depth: int) -> Iterator[None]:
-    """Give the registers their shapes, for `n_rows` rows of `depth` bytes and the weight's, in the block."""
+    """Configure the registers for `n_rows` rows of `depth` bytes, and for the weight's, in the block."""
     shapes = {_SUMS: (n_rows, ROW_NBYTES), _CODES: (n_rows, depth), _WEIGHTS: (depth // 4, ROW_NBYTES)}
     config = [0] * 64
     config[0] = 1

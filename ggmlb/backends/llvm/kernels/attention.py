@@ -1,7 +1,7 @@
-"""Attention in one pass over keys and values, with a running maximum and sum of each query's weights.
+"""Flash attention: one pass over keys and values with a running maximum and sum per query.
 
-With few queries (decoding), keys and values are read once in place. With many (a prompt), tiles of them
-are first converted to float32, keys transposed, and then multiplied in registers.
+With few queries (decoding), keys and values are read once, in place. With many (a prompt), tiles of them
+are converted to float32, keys transposed, and multiplied in registers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ggmlb.backends.llvm.kernels.attention_units import (
     units,
     width_for,
 )
-from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.backends.llvm.kernels.tiles import transposed
 from ggmlb.core.dtypes import DType
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 
 KEYS_AT_ONCE = 4
-"""Keys that are multiplied together, with few queries: of more, lines of memory wait for each other."""
+"""Keys that are multiplied together, with few queries; more would exceed the outstanding cache misses."""
 
 AHEAD = 32
-"""How many keys ahead keys and values of floats are prefetched."""
+"""Prefetch distance of float keys and values [keys]."""
 
 UNROLLED = 64
-"""Products of vectors of floats that are written out, without a loop."""
+"""Products of vectors of floats that are unrolled."""
 
 # -- few queries -----------------------------------------------------------------------------------
 
 FLOAT_TILE, CODE_TILE = 256, 128
-"""Keys of a tile with few queries: of floats; of codes, of which a whole tile is prefetched."""
+"""Keys per tile with few queries: of floats; of blocks, of which a whole tile is prefetched."""
 
 
 def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
@@ -58,7 +58,7 @@ def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
     d_k, d_v = shape.d_k, shape.d_v
     width, tile = width_for(k, d_k, d_v), _few_tile(shape)
     weights, queries = (k.local(4 * n_rows * n) for n in (tile, d_k))
-    codes = None if shape.k in SIZES else Queries(k, d_k, n_rows, FORMS[shape.k].has_min)
+    codes = None if shape.k in SIZES else Queries(k, d_k, n_rows, FORMATS[shape.k].has_min)
     record = record_nbytes(d_v)
     own = k.local(n_rows * record)
     with units(k, p, n_rows, split) as (unit, part):
@@ -90,7 +90,7 @@ def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
 
 
 def merge(k: Emitter, shape: HeadParams, n_rows: int) -> None:
-    """Put together what was found of each query in the parts of the keys; takes the same arguments."""
+    """Merge the partial results of each query for parts of the keys; takes the same arguments."""
     shape = HeadParams(*shape)
     p, _, _ = arguments(k)
     (n_parts, parts), d_v = k.ints(2), shape.d_v
@@ -102,12 +102,12 @@ def merge(k: Emitter, shape: HeadParams, n_rows: int) -> None:
             at = parts + (index * n_parts * n_rows + r) * record
             row = Softmax.at(k, at, d_v)
             with k.loop(1, n_parts) as part:
-                row.take_in(Softmax.at(k, at + part * (n_rows * record), d_v), d_v, width)
+                row.merge(Softmax.at(k, at + part * (n_rows * record), d_v), d_v, width)
             row.end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
 
 
 def _sums_at_once(k: Emitter) -> int:
-    """Sums that are kept in registers, among what is added to them."""
+    """Vectors of sums that fit in registers beside their operands."""
     return 16 if k.level.lanes == 16 else 8
 
 
@@ -153,7 +153,7 @@ def _few_products(
 def _few_codes(
     k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, codes: Queries, logits: Value
 ) -> None:
-    """Write the products of all queries with the tile's keys, which are quantised."""
+    """Write the products of all queries with the tile's quantised keys."""
     lanes = k.level.lanes
     with k.loop(0, count, lanes) as j:
         places = [begin + k.least(j + i, count - 1) for i in range(lanes)]
@@ -166,7 +166,7 @@ def _few_codes(
 
 
 def _prefetch(k: Emitter, row: Value, dtype: str, n: int) -> None:
-    """Ask for a row: the cache lies where no stride of the processor's own prefetching finds it in time."""
+    """Prefetch a row: the hardware prefetcher does not follow a KV cache's strides in time."""
     for at in range(0, DType.parse(dtype).row_size(n), 64):
         k.prefetch(row + at)
 
@@ -181,7 +181,7 @@ def _finish_logits(
     at: Value,
     softcap: Value,
 ) -> Value:
-    """Turn products of a tile into logits, minus infinity beyond the last key; return the greatest."""
+    """Turn products of a tile into logits, minus infinity beyond the last key; return the row maximum."""
     lanes = k.level.lanes
     row, slope = unit.mask(r)
     most = k.variable(k.const(vec(F32, lanes), float("-inf")))
@@ -201,14 +201,14 @@ def _few_values(
     k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, weights: Value,
     rows: Sequence[Softmax], width: int,
 ) -> None:  # fmt: skip
-    """Add the tile's values, as weighed, to those of each query."""
+    """Add the tile's weighted values to the sums of each query."""
     tile = _few_tile(shape)
 
     def value(j: Value) -> Value:
         return unit.values + (begin + j) * unit.p["v1"]
 
     def prefetch(j: Value, block: Value) -> None:
-        """Prefetch a part of two keys that are a tile further on."""
+        """Prefetch a part of two keys of the next tile."""
         size = -(-DType.parse(shape.k).row_size(shape.d_k) // (shape.d_v // 32))
         for i in range(2):
             row = unit.keys + (begin + j + (tile + i)) * unit.p["k1"] + block * size
@@ -224,7 +224,7 @@ def _few_values(
     for first in range(0, shape.d_v, step):
         columns = range(first, min(shape.d_v, first + step), width)
         slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
-        with k.loop(0, count, together) as j:  # what follows the last key has a weight of 0
+        with k.loop(0, count, together) as j:  # beyond the last key weights are 0
             for i in range(together):
                 at = value(k.least(j + i, count - 1) if i else j)
                 if not first:
@@ -282,7 +282,7 @@ def many(k: Emitter, shape: HeadParams, split: bool) -> None:
 
 
 def _n_seen(k: Emitter, unit: Unit, begin: Value, count: Value, n_rows: Value) -> Value:
-    """The keys of the tile up to the last that the mask lets any of the queries see; 0 if there is none."""
+    """The number of keys up to the last one in the tile that the mask does not hide from all queries."""
     lanes = k.level.lanes
     ends = k.table(vec(F32, lanes), range(1, lanes + 1))
     last = k.variable(k.const(ends.type, 0))
@@ -300,7 +300,7 @@ def _n_seen(k: Emitter, unit: Unit, begin: Value, count: Value, n_rows: Value) -
 def _load_tile(
     k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, keys: Value, cached: Value
 ) -> None:
-    """Make float32 of the tile's keys, transposed, and of its values."""
+    """Convert the tile's keys, transposed, and its values to float32."""
     last, p = begin + count - 1, unit.p
     n = width_for(k, shape.d_k, TILE)
     with k.loop(0, TILE, n) as j:
@@ -320,7 +320,7 @@ def _blocks(
     k: Emitter, a: Value, a_row: int, b: Value, b_row: int, y: Value, y_row: int, n_rows: Value, depth: Value,
     n_columns: int, add: bool,
 ) -> None:  # fmt: skip
-    """`y = a b`, or add that: float32 matrices, rows of so many elements; six rows at once."""
+    """`y = a b`, or `y += a b`, for float32 matrices with these row strides; `BLOCK_ROWS` rows at once."""
     n = width_for(k, n_columns)
     most = 4 if k.level.lanes == 16 else 2
     with k.loop(0, n_rows, BLOCK_ROWS) as r:

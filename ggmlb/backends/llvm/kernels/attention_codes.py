@@ -1,7 +1,8 @@
-"""Attention of few queries to quantised keys and values, by products of integers of 16 bits.
+"""Attention of few queries to a quantised KV cache, by products of 16-bit integers.
 
-Queries, and weights times the scales of values, are rounded to 16 bits; codes need 8. For keys, lanes are
-of four keys in turns, so that their sums stay there; for values, lanes are columns, and keys go by pairs.
+Queries, and weights times the scales of values, are rounded to 16 bits. For products with keys, lanes
+belong to four keys in turn, so that sums stay in lanes; for sums of values, lanes are elements, and keys are
+taken by pairs.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import Dot, folds, greatest, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, like, vec
-from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.kernels.blocks import Form
+    from ggmlb.backends.llvm.kernels.blocks import BlockFormat
 
 _MOST, _LEAST = 32767.0, 1e-33
 _ROUND = 12582912.0
-"""Added to a small number, it leaves the nearest integer in the lowest bits."""
+"""Added to a number below 2^22, leaves the nearest integer in the lowest bits of the sum."""
 
 
 def greatest_divisor(n: int, most: int) -> int:
@@ -30,8 +31,8 @@ def greatest_divisor(n: int, most: int) -> int:
 
 
 def codes_of(k: Emitter, dtype: str, block: Value, first: int, n: int) -> Value:
-    """`n` of a block's 32 codes, signed."""
-    form = FORMS[dtype]
+    """Load `n` of a block's 32 codes, signed."""
+    form = FORMATS[dtype]
     if dtype == "q8_0":
         return k.load(vec(I8, n), block + (DType.Q8_0.codec.offsets["qs"] + first))
     codes: Value = form.codes(k, block)[0]
@@ -39,7 +40,7 @@ def codes_of(k: Emitter, dtype: str, block: Value, first: int, n: int) -> Value:
 
 
 class Rounding:
-    """Rounds numbers to integers of 16 bits that are multiplied with a factor, for which all are seen first.
+    """Rounds numbers to 16-bit integers with a common factor, found in a first pass over all of them.
 
     Args:
         k: The emitted kernel.
@@ -51,17 +52,17 @@ class Rounding:
         self._most, self._odd = (k.variable(k.const(self._type, 0)) for _ in range(2))
 
     def see(self, x: Value) -> None:
-        """Note a vector of numbers."""
+        """First pass: note a vector of numbers."""
         k = self._k
         self._most.set(k.maximum(k.generic("fabs", x), self._most.now))
         self._odd.set(self._odd.now + x * 0.0)
 
     def factor(self) -> Value:
-        """What the integers are multiplied with: not finite where a number is not."""
+        """The factor of the integers; not finite if a number is not."""
         return greatest(self._k, self._most.now) * (1 / _MOST) + total(self._k, self._odd.now)
 
     def write(self, values: Value, n: Value | int, to: Value) -> None:
-        """Round `n` numbers in memory, in whole vectors."""
+        """Second pass: round `n` numbers in memory, in whole vectors."""
         k, most = self._k, greatest(self._k, self._most.now)
         inverse = k.select(most > _LEAST, _MOST / most, 0.0).splat(self._type.count)
         with k.loop(0, n, self._type.count) as i:
@@ -73,12 +74,12 @@ class Rounding:
 
 
 class Queries:
-    """Queries as integers of 16 bits: of two neighbours, four times each, in the order of `_columns`.
+    """Queries as 16-bit integers: pairs of neighbours, four copies of each, in the order of `_columns`.
 
     Args:
         k: The emitted kernel.
-        d_k: Their size.
-        n_rows: How many.
+        d_k: The head size.
+        n_rows: Number of queries.
         has_min: Whether keys have minimums.
     """
 
@@ -108,7 +109,7 @@ class Queries:
 
     def products(self, dtype: str, keys: Sequence[Value]) -> list[Value]:
         """Return each query's products with as many keys as there are lanes."""
-        k, lanes, form = self.k, self.k.level.lanes, FORMS[dtype]
+        k, lanes, form = self.k, self.k.level.lanes, FORMATS[dtype]
         fours = [keys[i : i + 4] for i in range(0, lanes, 4)]
         zero, none = k.const(vec(F32, lanes), 0), k.const(vec(I32, lanes), 0)
         sums = [[k.variable(zero) for _ in fours] for _ in self._pairs]
@@ -138,7 +139,7 @@ class Queries:
 
 
 def _columns(rows: Sequence[Value]) -> list[Value]:
-    """Of each 16 bytes of four vectors, the first four bytes of all, the second, and so on."""
+    """Transpose groups of four bytes of four vectors, within each 16 bytes."""
     type_ = rows[0].type
     n = type_.count // 2
     a, b, c, d = (row.bits(vec(I32, n)) for row in rows)
@@ -159,21 +160,21 @@ def add_values(
     k: Emitter, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
     to: Sequence[Value], n_sums: int, prefetch: Callable[[Value, Value], None],
 ) -> None:  # fmt: skip
-    """Add rows of values, as weighed, to the sums of each query.
+    """Add weighted rows of values to the sums of each query.
 
     Args:
         k: The emitted kernel.
         dtype: Type of the values.
         d_v: Their number in a row.
         row: Returns the address of a row, by its number.
-        count: Rows.
-        most: Rows at most.
+        count: Number of rows.
+        most: Most rows.
         weights: Address of each query's weights, `most` of float32: 0 from `count` on to a whole vector.
         to: Address of each query's sums.
-        n_sums: Vectors of sums that registers hold.
-        prefetch: Prefetches what is read later; called with each second row and each block.
+        n_sums: Vectors of sums that fit in registers.
+        prefetch: Prefetches later rows; called with each second row and each block.
     """
-    form, lanes, n_rows, n_blocks = FORMS[dtype], k.level.lanes, len(to), d_v // 32
+    form, lanes, n_rows, n_blocks = FORMATS[dtype], k.level.lanes, len(to), d_v // 32
     n = 2 * lanes  # codes of a key that meet those of another
     at_once = max(1, n_sums // (2 * n_rows))
     together = greatest_divisor(n_blocks, max(4, at_once * n // 32))
@@ -184,24 +185,24 @@ def add_values(
     whole = places[0] + places[1]
     with k.loop(0, n_blocks, together) as first:
         factors = _scaled(k, form, row, first, count, most, weights, words)
-        pieces = [(i, at) for i in range(together) for at in range(0, 32, n)]
-        for start in range(0, len(pieces), at_once):
-            some = pieces[start : start + at_once]
+        segments = [(i, at) for i in range(together) for at in range(0, 32, n)]
+        for start in range(0, len(segments), at_once):
+            some = segments[start : start + at_once]
             zero = k.const(vec(I32, lanes), 0)
             sums = [[[k.variable(zero) for _ in places] for _ in to] for _ in some]
             with k.loop(0, count, 2) as j:
                 rows = [row(j), row(k.least(j + 1, count - 1))]
-                for (i, at), of_piece in zip(some, sums, strict=True):
+                for (i, at), of_segment in zip(some, sums, strict=True):
                     if not at:
                         prefetch(j, first + i)
                     a, b = (codes_of(k, dtype, x + (first + i) * form.nbytes, at, n) for x in rows)
                     pairs = [k.load(I32, line + j * 2).splat(lanes).bits(vec(I16, n)) for line in words[i]]
                     for part, order in enumerate(places):
                         both = a.shuffle([c + n * of for c in order for of in (0, 1)], b).sext(I16)
-                        for slots, pair in zip(of_piece, pairs, strict=True):
+                        for slots, pair in zip(of_segment, pairs, strict=True):
                             slots[part].set(slots[part].now + Dot(k, lanes).pairs(both, pair))
-            for (i, at), of_piece in zip(some, sums, strict=True):
-                for r, slots in enumerate(of_piece):
+            for (i, at), of_segment in zip(some, sums, strict=True):
+                for r, slots in enumerate(of_segment):
                     factor, bias = factors[i][r]
                     found = [slot.now.to_float() * factor.splat(lanes) for slot in slots]
                     for part in range(2):
@@ -212,7 +213,7 @@ def add_values(
 
 
 def _scaled(
-    k: Emitter, form: Form, row: Callable[[Value], Value], first: Value, count: Value, most: int,
+    k: Emitter, form: BlockFormat, row: Callable[[Value], Value], first: Value, count: Value, most: int,
     weights: Value, words: Sequence[Sequence[Value]],
 ) -> list[list[tuple[Value, Value | None]]]:  # fmt: skip
     """Round weights times the scales of some blocks; return factors and minimums by block and query."""

@@ -1,7 +1,7 @@
-"""Shared parts of the attention kernels: arguments, units of work, and the running soft max.
+"""Shared parts of the attention kernels: arguments, units of work, and the online soft max.
 
-A unit of work is a set of queries with the same head of keys: of several tokens, or of several heads that
-share one.
+A unit of work is some queries with the same KV head: of several tokens, or of several heads that share it
+(grouped-query attention).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, exp, load_floats, tanh, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
-from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ BLOCK_ROWS = 6
 """Queries whose sums are kept in registers together."""
 
 LOWEST = -1e30
-"""Finite substitute of minus infinity, whose differences are not NaN."""
+"""Finite substitute of minus infinity: differences of infinities are NaN."""
 
 
 class HeadParams(NamedTuple):
@@ -63,20 +63,20 @@ def record_nbytes(d_v: int) -> int:
 
 
 def width_for(k: Emitter, *sizes: int) -> int:
-    """Lanes of vectors that divide the head sizes."""
+    """The most lanes of a vector that divide the head sizes."""
     return next(w for w in (16, 8, 4, 2, 1) if w <= k.level.lanes and not any(s % w for s in sizes))
 
 
 def load_cached(k: Emitter, dtype: str, row: Value, i: Value, n: int) -> Value:
-    """`n` elements of a row of keys or values, from element `i` on, which `n` divides."""
+    """Load `n` elements of a row of keys or values from element `i` on, a multiple of `n`, as float32."""
     if dtype in SIZES:
         return load_floats(k, dtype, row + i * SIZES[dtype], n)
     return block_reader(k, dtype, row, i >> 5, n)(i & 31)
 
 
 def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Return what reads `n` elements of a block from a multiple of `n` on; its scale is read once."""
-    scales, minimums = FORMS[dtype].scales(k, [row + number * FORMS[dtype].nbytes])
+    """Return a function that loads `n` elements of a block from a multiple of `n` on; scales load once."""
+    scales, minimums = FORMATS[dtype].scales(k, [row + number * FORMATS[dtype].nbytes])
     codes = codes_reader(k, dtype, row, number, n)
 
     def read(i: Value) -> Value:
@@ -87,8 +87,8 @@ def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> C
 
 
 def codes_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Return the same for what the codes of a block stand for, without scale and minimum."""
-    form = FORMS[dtype]
+    """Return such a function for `code - offset`, without scale and minimum."""
+    form = FORMATS[dtype]
     block = row + number * form.nbytes
     if dtype == "q8_0":
         codes = block + DType.Q8_0.codec.offsets["qs"]
@@ -112,7 +112,7 @@ class Unit:
         self.values = p["v"] + self.head * p["v2"] + self.batch // p["rv3"] * p["v3"]
 
     def row(self, r: int | Value) -> tuple[Value, Value]:
-        """The token and the head of a query; beyond the last, those of the last."""
+        """The token and the head of query `r`; those of the last query beyond it."""
         at = self.k.least(self.first + r, self.rows - 1)
         n_q = self.p["n_q"]
         return at % n_q, self.head * self.p["group"] + at // n_q
@@ -124,18 +124,18 @@ class Unit:
         return p["q"] + token * p["q1"] + head * p["q2"] + self.batch * p["q3"]
 
     def result(self, r: int | Value) -> Value:
-        """Address of its result."""
+        """Address of a query's result."""
         token, head = self.row(r)
         p = self.p
         return p["y"] + head * p["y1"] + token * p["y2"] + self.batch * p["y3"]
 
     def sink(self, r: int | Value) -> Value:
-        """The sink logit, which is only added to its sum."""
+        """The attention sink of a query's head: a logit without a value."""
         _, head = self.row(r)
         return self.k.load(F32, self.p["sinks"] + head * 4)
 
     def mask(self, r: int | Value) -> tuple[Value, Value]:
-        """Address of its row of the mask, and the mask's factor."""
+        """Address of a query's row of the mask, and the ALiBi slope."""
         token, head = self.row(r)
         p = self.p
         row = p["mask"] + token * p["m1"] + head % p["m_ne2"] * p["m2"] + self.batch % p["m_ne3"] * p["m3"]
@@ -143,7 +143,7 @@ class Unit:
 
 
 def arguments(k: Emitter) -> tuple[dict[str, Value], Value, Value]:
-    """Read `ARGS` by name, after the scale and the cap."""
+    """Read the arguments: scale, softcap, and `ARGS` by name."""
     scale, softcap = k.float_arg(), k.float_arg()
     return dict(zip(ARGS, k.ints(len(ARGS)), strict=True)), scale, softcap
 
@@ -156,7 +156,7 @@ def n_units_of(p: dict[str, Value], n_rows: int) -> Value:
 class KeyRange:
     """The keys of a unit: all, or a part if there are fewer units than threads.
 
-    Parts take two arguments: their number, and memory for their partial results, which `merge` combines.
+    Parts have two arguments more: their number, and memory for partial results, which `merge` combines.
 
     Attributes:
         first: The first key.
@@ -170,13 +170,13 @@ class KeyRange:
         self._index, self._parts = index, parts
 
     def records(self, own: Value, nbytes: Value | int) -> Value:
-        """Return the address of partial results of `nbytes`: `own` memory if the unit has all keys."""
+        """Return the address of the unit's partial results of `nbytes`; `own` if the unit has all keys."""
         return own if self._parts is None else self._parts + self._index * nbytes
 
 
 @contextmanager
 def units(k: Emitter, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, KeyRange]]:
-    """Run the block for each unit of the chunk, or part of one."""
+    """Emit the block for each unit of the chunk, or part of one."""
     n_parts, parts = k.ints(2) if split else (k.i64(1), None)
     n = n_units_of(p, n_rows) * n_parts
     with k.loop(n * k.chunk // k.n_chunks, n * (k.chunk + 1) // k.n_chunks) as index:
@@ -186,7 +186,7 @@ def units(k: Emitter, p: dict[str, Value], n_rows: int, split: bool) -> Iterator
 def finished(
     k: Emitter, shape: HeadParams, x: Value, softcap: Value, bias: Value | None, slope: Value
 ) -> Value:
-    """Return logits from scaled products, with softcap, bias and slope."""
+    """Return logits: scaled products with softcap, plus the mask times the slope."""
     n = x.type.count
     if shape.softcap:
         x = softcap.splat(n) * tanh(k, x)
@@ -194,7 +194,7 @@ def finished(
 
 
 class Softmax:
-    """The running maximum, sum and weighted values of one query, in memory."""
+    """The online soft max of one query: running maximum, sum and weighted values, in memory."""
 
     def __init__(self, k: Emitter, maximum: Value, total: Value, values: Value) -> None:
         self.k, self.maximum, self.total, self.values = k, maximum, total, values
@@ -205,18 +205,18 @@ class Softmax:
         return cls(k, record + d_v * 4, record + (d_v + 1) * 4, record)
 
     def begin(self, d_v: int, width: int) -> None:
-        """Reset the state."""
+        """Set the state of no keys."""
         k = self.k
         k.store(k.const(F32, float("-inf")), self.maximum)
         k.store(k.const(F32, 0), self.total)
         with k.loop(0, d_v, width) as i:
             k.store(k.const(vec(F32, width), 0), self.values + i * 4)
 
-    def rescale(self, most: Value, d_v: int, width: int) -> Value:
-        """Update the maximum and rescale; return the maximum to subtract."""
+    def rescale(self, row_max: Value, d_v: int, width: int) -> Value:
+        """Update the row maximum and rescale sum and values; return the maximum to subtract from logits."""
         k = self.k
         before = k.load(F32, self.maximum)
-        after = k.maximum(before, most)
+        after = k.maximum(before, row_max)
         level = k.maximum(after, LOWEST)
         with k.when(after > before):
             factor = exp(k, before - level)
@@ -228,7 +228,7 @@ class Softmax:
         return level
 
     def weigh(self, logits: Value, n: Value | int, level: Value) -> None:
-        """Turn a tile of logits in memory into weights, and add them to the sum."""
+        """Replace a tile of logits in memory by weights, and add them to the sum."""
         k, lanes = self.k, self.k.level.lanes
         sums = k.variable(k.const(vec(F32, lanes), 0))
         with k.loop(0, n, lanes) as j:
@@ -237,8 +237,8 @@ class Softmax:
             sums.set(sums.now + weights)
         k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
 
-    def take_in(self, other: Softmax, d_v: int, width: int) -> None:
-        """Merge the state of the same query for other keys."""
+    def merge(self, other: Softmax, d_v: int, width: int) -> None:
+        """Add the state of the same query for other keys."""
         k = self.k
         most = k.load(F32, other.maximum)
         factor = exp(k, most - self.rescale(most, d_v, width))
@@ -249,7 +249,7 @@ class Softmax:
             k.store(k.fma(more, spread, k.load(vec(F32, width), self.values + i * 4)), self.values + i * 4)
 
     def end(self, to: Value, sink: Value | None, d_v: int, width: int) -> None:
-        """Write the result."""
+        """Write the weighted values divided by the sum."""
         k = self.k
         if sink is not None:
             level = self.rescale(sink, d_v, width)

@@ -1,14 +1,16 @@
 """Readers of quantised blocks: codes as byte vectors, scales as float vectors.
 
-A `Form` reads one block; a block has runs of 32 elements. An element is `scale (code - offset)`, or, where
-the type has minimums, `scale code + minimum`. Scales and minimums are of groups of 16 or 32 elements.
+A `BlockFormat` reads a block in ggml's layout; `SCALES` and the same readers of codes read blocks in strips
+(`interleaved`). An element is `scale (code - offset)`, or, where the type has minimums, `scale code +
+minimum`. Codes are read in runs of 32 elements; scales and minimums are of groups of 16 or 32 (sub-blocks of
+k-quants).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import from_half, look_up
@@ -24,17 +26,17 @@ _B32 = vec(I8, 32)
 Pair = Callable[["Emitter", Sequence[Value], int, int], list[Value]]
 
 Fields = dict[str, int]
-"""Where in a block each field begins [bytes]."""
+"""Offset of each field in a block [bytes]."""
 
 
-class Whole(NamedTuple):
-    """Scales of a block of groups of 16, as integers of 16 bits.
+class IntScales(NamedTuple):
+    """Scales of a block with groups of 16, as integers of 16 bits.
 
     Attributes:
-        d: Their factor.
-        scales: A vector of them.
+        d: Factor of the scales.
+        scales: A vector of the scales.
         m: Factor of the minimums, if there are any.
-        minimums: A vector of these.
+        minimums: A vector of the minimums.
     """
 
     d: Value
@@ -44,15 +46,15 @@ class Whole(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class BlockFormat:
     """The block format of a type, with its readers.
 
     Attributes:
         block: Elements of a block.
         nbytes: Of a block.
         group: Elements that share a scale.
-        offset: What is taken from the codes; `None` if they are signed; 0 where there are minimums.
-        most: The greatest magnitude of what codes stand for, without the scale and the minimum.
+        offset: What is subtracted from codes; `None` if they are signed; 0 where there are minimums.
+        most: Greatest magnitude of `code - offset`.
         has_min: Whether there are minimums.
         codes: Read the codes of the block at an address: `<32 x i8>` for each run; or of an `Interleaved`:
             `Words`.
@@ -60,9 +62,9 @@ class Form:
             group, as vectors.
         pair: Read the codes of two runs, by the addresses of blocks, the pair's number, and the bytes of a
             vector: one of 64, with a run in each half; or two of 32, with a half of a run in each.
-        whole: Read the scales, and minimums, of a block of groups of 16 as integers.
-        wide: Whether activations have codes of two bytes; see `activations`.
-        together: Runs whose codes have bits in the same bytes.
+        whole: Read the scales, and minimums, of a block with groups of 16 as integers.
+        wide: Whether activations may have high parts; see `activations`.
+        together: Number of runs whose codes have bits in the same bytes.
     """
 
     block: int
@@ -74,7 +76,7 @@ class Form:
     codes: Callable[[Emitter, Any], list[Any]]
     scales: Callable[[Emitter, Sequence[Value]], tuple[Value, Value | None]]
     pair: Pair
-    whole: Callable[[Emitter, Value], Whole] | None = None
+    whole: Callable[[Emitter, Value], IntScales] | None = None
     wide: bool = False
     together: int = 1
 
@@ -84,7 +86,7 @@ def _half(k: Emitter, address: Value) -> Value:
 
 
 def _each(k: Emitter, element: Any, blocks: Sequence[Value], at: int) -> Value:
-    """A number of each block, as a vector."""
+    """Load a number of each block, as a vector."""
     found = k.const(vec(element, len(blocks)), 0)
     for i, p in enumerate(blocks):
         found = found.put(i, k.load(element, p + at))
@@ -92,23 +94,23 @@ def _each(k: Emitter, element: Any, blocks: Sequence[Value], at: int) -> Value:
 
 
 def _bytes(k: Emitter, address: Any, n: int = 32) -> Any:
-    """Bytes of a block; where strips are read, of each row of one."""
+    """Load bytes of a block, or of each row of a strip."""
     return address.bytes(n) if isinstance(address, Interleaved) else k.load(vec(I8, n), address)
 
 
 def _levels(k: Emitter, table: Sequence[int], q: Any) -> Any:
-    """What codes stand for."""
+    """Map codes to levels."""
     return q.map(partial(look_up, k, table)) if isinstance(q, Words) else look_up(k, table, q)
 
 
 def _nibbles(k: Emitter, address: Any) -> Any:
-    """16 bytes: the low halves are the first 16 codes, the high ones the others."""
+    """Codes of 16 bytes: the low nibbles, then the high ones."""
     q = _bytes(k, address, 16)
     return (q & 15).join(q >> 4)
 
 
 def _fifth(k: Emitter, address: Any) -> Any:
-    """32 bits as what they add to codes."""
+    """The fifth bits of 32 codes, in place."""
     if isinstance(address, Interleaved):
         return address.bits(16)
     bits = k.load(I32, address).bits(vec(I1, 32))
@@ -116,7 +118,7 @@ def _fifth(k: Emitter, address: Any) -> Any:
 
 
 def _few_bits(at: Fields, k: Emitter, p: Any) -> list[Any]:
-    """Codes of four bits, or of five."""
+    """Codes of four or five bits."""
     q = _nibbles(k, p + at["qs"])
     return [q | _fifth(k, p + at["qh"]) if "qh" in at else q]
 
@@ -138,7 +140,7 @@ def _dm(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, Value]:
 
 
 def _shifted(k: Emitter, both: Value, shifts: tuple[int, int], mask: int) -> Value:
-    """Bits of the halves of a vector, each moved down (negative: up) by its own number, as codes."""
+    """Shift the bytes of each half of a vector right (negative: left) by its own number, and mask them."""
     n = both.type.count
     if any(shifts):
         words = both.bits(vec(I32, n // 4))
@@ -158,8 +160,8 @@ def _both(k: Emitter, a: Value, b: Value, n: int) -> Value:
     return k.load(vec(I8, n // 2), a).join(k.load(vec(I8, n // 2), b))
 
 
-def _in_turns(n: int) -> range:
-    """Where in runs the parts of a vector of `n` bytes begin."""
+def _vector_parts(n: int) -> range:
+    """Offsets in a run of the parts that vectors of `n` bytes have."""
     return range(0, 32, n // 2)
 
 
@@ -188,7 +190,7 @@ def _few_bits_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: i
 
 def _eight_bits_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     a, b = (p + at["qs"] for p in blocks[2 * i : 2 * i + 2])
-    return [_both(k, a + h, b + h, n) for h in _in_turns(n)]
+    return [_both(k, a + h, b + h, n) for h in _vector_parts(n)]
 
 
 def _uneven_pair(
@@ -214,7 +216,7 @@ def six_bit_words(w: list[Value]) -> tuple[list[Value], list[Value]]:
 
 
 def _six_bit_pairs(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, Value]:
-    """As `six_bit_words`, of the words in one vector: scales, then minimums."""
+    """As `six_bit_words`, with the words in one vector: scales, then minimums."""
     (p,), four = blocks, vec(I32, 4)
     words, masks = k.load(four, p + (at["scales"] - 4)), k.table(four, [0x3F3F3F3F, 0x30303030] * 2)
     low = (words.shuffle([1, 1, 2, 2]) >> k.table(four, [0, 2, 0, 2])) & masks
@@ -233,11 +235,11 @@ def _q4_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
 
 def _q4_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     p = blocks[0] + (at["qs"] + 32 * i)
-    return [_shifted(k, _twice(k, p + h, n), (0, 4), 15) for h in _in_turns(n)]
+    return [_shifted(k, _twice(k, p + h, n), (0, 4), 15) for h in _vector_parts(n)]
 
 
 def _q5_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
-    high = [_twice(k, blocks[0] + at["qh"] + h, n) for h in _in_turns(n)]
+    high = [_twice(k, blocks[0] + at["qh"] + h, n) for h in _vector_parts(n)]
     low = _q4_k_pair(at, k, blocks, i, n)
     return [q | _shifted(k, bits, (2 * i - 4, 2 * i - 3), 16) for q, bits in zip(low, high, strict=True)]
 
@@ -255,7 +257,7 @@ def _q5_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
 # -- groups of 16: q2_K, q3_K, q6_K -----------------------------------------------------------------
 
 
-def _of_whole(whole: Any, at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, Value | None]:
+def _from_ints(whole: Any, at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, Value | None]:
     d, scales, m, minimums = whole(at, k, blocks[0])
     found = scales.to_float() * d.splat(16)
     return found, None if m is None else minimums.to_float() * m.splat(16)
@@ -268,12 +270,12 @@ def _q2_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
 
 def _q2_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     p, first = blocks[0] + (at["qs"] + 32 * (i // 2)), 4 * (i % 2)
-    return [_shifted(k, _twice(k, p + h, n), (first, first + 2), 3) for h in _in_turns(n)]
+    return [_shifted(k, _twice(k, p + h, n), (first, first + 2), 3) for h in _vector_parts(n)]
 
 
-def _q2_k_whole(at: Fields, k: Emitter, p: Value) -> Whole:
+def _q2_k_ints(at: Fields, k: Emitter, p: Value) -> IntScales:
     both = _bytes(k, p + at["scales"], 16)
-    return Whole(
+    return IntScales(
         _half(k, p + at["d"]), (both & 15).zext(I16), -_half(k, p + at["dmin"]), (both >> 4).zext(I16)
     )
 
@@ -288,7 +290,7 @@ def _q3_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
 
 
 def _q3_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
-    high = [_twice(k, blocks[0] + at["hmask"] + h, n) for h in _in_turns(n)]
+    high = [_twice(k, blocks[0] + at["hmask"] + h, n) for h in _vector_parts(n)]
     low = _q2_k_pair(at, k, blocks, i, n)
     return [q | _shifted(k, bits, (2 * i - 2, 2 * i - 1), 4) for q, bits in zip(low, high, strict=True)]
 
@@ -300,12 +302,12 @@ def q3_k_words(w: list[Value]) -> list[Value]:
     ]
 
 
-def _q3_k_whole(at: Fields, k: Emitter, p: Value) -> Whole:
+def _q3_k_ints(at: Fields, k: Emitter, p: Value) -> IntScales:
     """As `q3_k_words`, of the words in one vector."""
     words, four = k.load(vec(I32, 3), p + at["scales"]), vec(I32, 4)
     low = (words.shuffle([0, 1, 0, 1]) >> k.table(four, [0, 0, 4, 4])) & 0x0F0F0F0F
     high = (words.shuffle([2, 2, 2, 2]) >> k.table(four, [0, 2, 4, 6])) & 0x03030303
-    return Whole(_half(k, p + at["d"]), (low | (high << 4)).bits(vec(I8, 16)).zext(I16) - 32)
+    return IntScales(_half(k, p + at["d"]), (low | (high << 4)).bits(vec(I8, 16)).zext(I16) - 32)
 
 
 def _q6_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
@@ -323,24 +325,24 @@ def _q6_k(at: Fields, k: Emitter, p: Any) -> list[Any]:
 def _q6_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
     low, high, second = blocks[0] + (at["ql"] + 64 * (i // 2)), blocks[0] + (at["qh"] + 32 * (i // 2)), i % 2
     found = []
-    for h in _in_turns(n):
+    for h in _vector_parts(n):
         q = _both(k, low + h, low + 32 + h, n)
         bits = _shifted(k, _twice(k, high + h, n), (4 * second - 4, 4 * second - 2), 48)
         found.append(((q >> 4 if second else q) & 15) | bits)
     return found
 
 
-def _q6_k_whole(at: Fields, k: Emitter, p: Value) -> Whole:
-    return Whole(_half(k, p + at["d"]), _bytes(k, p + at["scales"], 16).sext(I16))
+def _q6_k_ints(at: Fields, k: Emitter, p: Value) -> IntScales:
+    return IntScales(_half(k, p + at["d"]), _bytes(k, p + at["scales"], 16).sext(I16))
 
 
-# -- codes that stand for uneven levels -------------------------------------------------------------
+# -- codes that are indices of levels ---------------------------------------------------------------
 
 IQ4 = DType.IQ4_NL.codec.levels
 """The levels of iq4_nl and iq4_xs."""
 
 MXFP4 = [level + 12 for level in DType.MXFP4.codec.levels]
-"""Those of mxfp4, from 0 on."""
+"""The levels of mxfp4, shifted to begin at 0."""
 
 
 def _uneven(table: Sequence[int], at: Fields, k: Emitter, p: Any) -> list[Any]:
@@ -375,10 +377,10 @@ def _mxfp4_scale(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value
     return mxfp4_scale(k, _each(k, I8, blocks, at["e"]).zext(I32)), None
 
 
-def _form(
+def _format(
     name: str, group: int, offset: int | None, most: int, codes: Any, scales: Any, pair: Any,
     whole: Any = None, **more: Any,
-) -> tuple[str, Form]:  # fmt: skip
+) -> tuple[str, BlockFormat]:  # fmt: skip
     dtype = DType.parse(name)
     at = dtype.codec.offsets
     has_min = "m" in at or "dmin" in at
@@ -386,32 +388,138 @@ def _form(
     read = partial(codes, at), partial(scales, at), partial(pair, at)
     if whole is not None:
         more["whole"] = partial(whole, at)
-    return name, Form(*sizes, offset, most, has_min, *read, **more)
+    return name, BlockFormat(*sizes, offset, most, has_min, *read, **more)
 
 
-def _uneven_form(
+def _uneven_format(
     name: str, offset: int | None, most: int, table: Sequence[int], scales: Any
-) -> tuple[str, Form]:
-    return _form(name, 32, offset, most, partial(_uneven, table), scales, partial(_uneven_pair, table))
+) -> tuple[str, BlockFormat]:
+    return _format(name, 32, offset, most, partial(_uneven, table), scales, partial(_uneven_pair, table))
 
 
-FORMS: dict[str, Form] = dict(
+FORMATS: dict[str, BlockFormat] = dict(
     [
-        _form("q4_0", 32, 8, 8, _few_bits, _d, _few_bits_pair),
-        _form("q4_1", 32, 0, 15, _few_bits, _dm, _few_bits_pair),
-        _form("q5_0", 32, 16, 16, _few_bits, _d, _few_bits_pair),
-        _form("q5_1", 32, 0, 31, _few_bits, _dm, _few_bits_pair),
-        _form("q8_0", 32, None, 128, _eight_bits, _d, _eight_bits_pair, wide=True),
-        _form("q2_k", 16, 0, 3, _q2_k, partial(_of_whole, _q2_k_whole), _q2_k_pair, _q2_k_whole, together=4),
-        _form("q3_k", 16, 4, 4, _q3_k, partial(_of_whole, _q3_k_whole), _q3_k_pair, _q3_k_whole, together=8),
-        _form("q4_k", 32, 0, 15, _q4_k, _six_bit_pairs, _q4_k_pair, together=2),
-        _form("q5_k", 32, 0, 31, _q5_k, _six_bit_pairs, _q5_k_pair, together=8),
-        _form(
-            "q6_k", 16, 32, 32, _q6_k, partial(_of_whole, _q6_k_whole), _q6_k_pair, _q6_k_whole, together=4
+        _format("q4_0", 32, 8, 8, _few_bits, _d, _few_bits_pair),
+        _format("q4_1", 32, 0, 15, _few_bits, _dm, _few_bits_pair),
+        _format("q5_0", 32, 16, 16, _few_bits, _d, _few_bits_pair),
+        _format("q5_1", 32, 0, 31, _few_bits, _dm, _few_bits_pair),
+        _format("q8_0", 32, None, 128, _eight_bits, _d, _eight_bits_pair, wide=True),
+        _format("q2_k", 16, 0, 3, _q2_k, partial(_from_ints, _q2_k_ints), _q2_k_pair, _q2_k_ints, together=4),
+        _format("q3_k", 16, 4, 4, _q3_k, partial(_from_ints, _q3_k_ints), _q3_k_pair, _q3_k_ints, together=8),
+        _format("q4_k", 32, 0, 15, _q4_k, _six_bit_pairs, _q4_k_pair, together=2),
+        _format("q5_k", 32, 0, 31, _q5_k, _six_bit_pairs, _q5_k_pair, together=8),
+        _format(
+            "q6_k", 16, 32, 32, _q6_k, partial(_from_ints, _q6_k_ints), _q6_k_pair, _q6_k_ints, together=4
         ),
-        _uneven_form("iq4_nl", None, 127, IQ4, _d),
-        _form("iq4_xs", 32, None, 127, _iq4_xs, _iq4_xs_scales, _iq4_xs_pair),
-        _uneven_form("mxfp4", 12, 12, MXFP4, _mxfp4_scale),
+        _uneven_format("iq4_nl", None, 127, IQ4, _d),
+        _format("iq4_xs", 32, None, 127, _iq4_xs, _iq4_xs_scales, _iq4_xs_pair),
+        _uneven_format("mxfp4", 12, 12, MXFP4, _mxfp4_scale),
     ]
 )
-"""By the type's name."""
+"""Formats by the type's name."""
+
+# -- scales of strips ------------------------------------------------------------------------------
+
+GroupInts = Callable[[int], Value]
+"""Return the integers of a group."""
+
+
+class Scales(NamedTuple):
+    """Scales and minimums of a block of each row of a strip.
+
+    Attributes:
+        d: Factor of the scales.
+        scales: Integer scales of groups; `None` if the block is one group, whose scale is `d`.
+        m: Factor of the minimums, if there are any.
+        minimums: Integer minimums of groups; `None` as above.
+    """
+
+    d: Value
+    scales: GroupInts | None = None
+    m: Value | None = None
+    minimums: GroupInts | None = None
+
+    def scale(self, group: int) -> Value:
+        """Return the scale of a group."""
+        return self.d if self.scales is None else self.scales(group).to_float() * self.d
+
+    def minimum(self, group: int) -> Value | None:
+        """Return the minimum of a group, if the type has minimums."""
+        if self.m is None or self.minimums is None:
+            return self.m
+        return self.minimums(group).to_float() * self.m
+
+
+def _strip_half(p: Interleaved) -> Value:
+    return from_half(p.k, p.each())
+
+
+def _strip_words(field: Interleaved, n: int) -> list[Value]:
+    return [(field + 4 * i).each() for i in range(n)]
+
+
+def _byte(words: list[Value], i: int) -> Value:
+    """A byte of 32-bit words, as an integer."""
+    word = words[i // 4]
+    return word >> 24 if i % 4 == 3 else (word >> 8 * (i % 4)) & 255
+
+
+def _strip_d(p: Interleaved) -> Scales:
+    return Scales(_strip_half(p["d"]))
+
+
+def _strip_dm(p: Interleaved) -> Scales:
+    return Scales(_strip_half(p["d"]), None, _strip_half(p["m"]))
+
+
+def _strip_six_bits(p: Interleaved) -> Scales:
+    scales, minimums = six_bit_words(_strip_words(p["scales"], 3))
+    return Scales(
+        _strip_half(p["d"]), partial(_byte, scales), -_strip_half(p["dmin"]), partial(_byte, minimums)
+    )
+
+
+def _strip_q2_k(p: Interleaved) -> Scales:
+    @cache
+    def both(i: int) -> Value:
+        return (p["scales"] + i).each().zext(I32)
+
+    return Scales(
+        _strip_half(p["d"]), lambda i: both(i) & 15, -_strip_half(p["dmin"]), lambda i: both(i) >> 4
+    )
+
+
+def _strip_q3_k(p: Interleaved) -> Scales:
+    words = q3_k_words(_strip_words(p["scales"], 3))
+    return Scales(_strip_half(p["d"]), lambda i: _byte(words, i) - 32)
+
+
+def _strip_q6_k(p: Interleaved) -> Scales:
+    return Scales(_strip_half(p["d"]), lambda i: (p["scales"] + i).each().sext(I32))
+
+
+def _strip_iq4_xs(p: Interleaved) -> Scales:
+    high, low = p["scales_h"].each().zext(I32), p["scales_l"].each()
+    return Scales(_strip_half(p["d"]), lambda i: (((low >> 4 * i) & 15) | (((high >> 2 * i) & 3) << 4)) - 32)
+
+
+def _strip_mxfp4(p: Interleaved) -> Scales:
+    return Scales(mxfp4_scale(p.k, p["e"].each().zext(I32)))
+
+
+SCALES: dict[str, Callable[[Interleaved], Scales]] = {
+    "q4_0": _strip_d,
+    "q4_1": _strip_dm,
+    "q5_0": _strip_d,
+    "q5_1": _strip_dm,
+    "q8_0": _strip_d,
+    "q2_k": _strip_q2_k,
+    "q3_k": _strip_q3_k,
+    "q4_k": _strip_six_bits,
+    "q5_k": _strip_six_bits,
+    "q6_k": _strip_q6_k,
+    "iq4_nl": _strip_d,
+    "iq4_xs": _strip_iq4_xs,
+    "mxfp4": _strip_mxfp4,
+}
+"""Readers of scales and minimums of a block of each row, by the type's name."""

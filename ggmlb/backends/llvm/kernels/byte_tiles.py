@@ -1,4 +1,4 @@
-"""Tiles of bytes: blocks of weights as codes and scales, with activations as bytes; see `tiles`."""
+"""Products of quantised weights with many rows of quantised activations, by packed tiles; see `tiles`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from llvmlite import ir
 from ggmlb.backends.llvm.codegen.simd import Dot, add_words
 from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I32, I64, Value, vec
 from ggmlb.backends.llvm.kernels import amx, tiles
-from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, ActivationLayout, begin, parts
-from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, begin, layout_for_tiles, parts
+from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES
 from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of, lanes, prefetches, spread
-from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
-from ggmlb.backends.llvm.kernels.matvec import Chosen, MatChunk
+from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
 
 if TYPE_CHECKING:
@@ -23,63 +22,57 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.host import Level
     from ggmlb.backends.llvm.codegen.simd import DotSum
     from ggmlb.backends.llvm.kernels.activations import QuantRow
-    from ggmlb.backends.llvm.kernels.blocks import Form
+    from ggmlb.backends.llvm.kernels.blocks import BlockFormat
 
 PASS = 0.35
-"""What it costs to meet a tile once more, in rows of activations."""
-
-
-def layout(dtype: str) -> ActivationLayout:
-    """How the activations lie."""
-    form = FORMS[dtype]
-    return ActivationLayout(form.wide, form.group if form.has_min else 32)
+"""Cost of another pass over a tile, in rows of activations."""
 
 
 def columns(level: Level, dtype: str, n: int) -> int:
     """Return how many of `n` rows of activations a tile multiplies at once.
 
-    Those beyond the last are computed in vain, which is dearer than another pass.
+    The last pass computes surplus rows, which may cost more than another pass.
     """
     if _in_registers(level, dtype):
         return tiles.columns(n, amx.ROWS)
-    most = _chosen_columns(level)
+    most = _columns_at_once(level)
     return min(range(most, most // 2, -1), key=lambda c: -(-n // c) * (c + PASS))
 
 
 def rows_together(level: Level, dtype: str) -> int:
-    """Return how many rows of activations a tile should meet, even if they leave the nearest caches.
+    """Return how many rows of activations a panel has at least, even if they do not fit the nearest caches.
 
-    For others the weight is packed anew. Vectors read activations slowly enough for a further cache, tile
-    registers several times as fast.
+    For each panel the weight is packed again. Vectors read activations slowly enough for the second-level
+    cache; tile registers read several times as fast.
     """
     return 2 * amx.ROWS if _in_registers(level, dtype) else 128
 
 
-def tile_rows(level: Level, dtype: str, is_chosen: bool = False) -> int:
-    """Return the rows of a tile: at least two vectors, so that each activation that is read serves both."""
-    return ROWS if _in_registers(level, dtype) and not is_chosen else max(ROWS, 2 * level.lanes)
+def tile_rows(level: Level, dtype: str, of_experts: bool = False) -> int:
+    """Return the rows of a tile: at least two vectors, so that an activation is loaded once for both."""
+    return ROWS if _in_registers(level, dtype) and not of_experts else max(ROWS, 2 * level.lanes)
 
 
 def _in_registers(level: Level, dtype: str) -> bool:
-    """Whether to use tile registers; with few elements per scale, vectors are faster."""
-    return level.tiles and FORMS[dtype].group == 32
+    """Whether to use tile registers (AMX); with 16 elements per scale, vectors are faster."""
+    return level.tiles and FORMATS[dtype].group == 32
 
 
-def _chosen_columns(level: Level) -> int:
+def _columns_at_once(level: Level) -> int:
     """Return the most rows of activations that vectors multiply by a tile at once."""
     return 8 if level.lanes == 16 else 4
 
 
 def scratch_nbytes(k: int, dtype: str, n_rows: int) -> int:
     """Bytes that a thread needs to pack a tile of `n_rows` rows of `k` elements."""
-    form, whole = FORMS[dtype], -(-k // DEPTH) * DEPTH
+    form, whole = FORMATS[dtype], -(-k // DEPTH) * DEPTH
     floats = whole // form.group * (2 if form.has_min else 1)
     flags = -(-k // 32 // FLAGS) * FLAGS if form.wide else 0
     return n_rows * (whole + 4 * floats) + flags
 
 
 def _transpose(k: Emitter, source: Value, stride: int, to: Value, n_rows: int, words: Value) -> None:
-    """Turn rows of 32-bit words, `stride` bytes apart, into columns of `n_rows` words."""
+    """Transpose rows of 32-bit words, `stride` bytes apart, to columns of `n_rows` words."""
     n = k.level.lanes
     for first in range(0, n_rows, n):
         with k.loop(0, words, n) as w:
@@ -91,7 +84,7 @@ def _transpose(k: Emitter, source: Value, stride: int, to: Value, n_rows: int, w
 class _Strip:
     """Addresses of the parts of a packed strip: codes, scales, minimums if there are any; and its end."""
 
-    def __init__(self, form: Form, size: Value, scratch: Value) -> None:
+    def __init__(self, form: BlockFormat, size: Value, scratch: Value) -> None:
         whole = (size + (DEPTH - 1)) // DEPTH * DEPTH
         self.codes = scratch
         self.scales = scratch + whole * ROWS
@@ -100,21 +93,21 @@ class _Strip:
         self.end = self.minimums + floats if form.has_min else self.minimums
 
     def word(self, k: Emitter, group: Value, size: int, word: Value, first: int) -> Value:
-        """Four neighbouring codes of each row of a vector: a word of those of a group, of `size` elements."""
+        """Load four neighbouring codes of each row: word number `word` of a group of `size` elements."""
         at = (group * (size // 4) + word) * (4 * ROWS) + first * 4
         return k.load(vec(I8, 4 * k.level.lanes), self.codes + at, 4)
 
     def scale(self, k: Emitter, group: Value, first: int) -> Value:
-        """The scales of a group."""
+        """Load the scales of a group."""
         return k.load(vec(F32, k.level.lanes), self.scales + (group * ROWS + first) * 4)
 
     def minimum(self, k: Emitter, group: Value, first: int) -> Value:
-        """The minimums of a group."""
+        """Load the minimums of a group."""
         return k.load(vec(F32, k.level.lanes), self.minimums + (group * ROWS + first) * 4)
 
 
-class _Lying(NamedTuple):
-    """A strip that is read as it lies in the weight, like a packed one."""
+class StripView(NamedTuple):
+    """A strip of the weight that is read in place, with the methods of a packed one."""
 
     dtype: str
     base: Value
@@ -128,7 +121,7 @@ class _Lying(NamedTuple):
         return SCALES[self.dtype](self._block(k, group, first)).scale(0)
 
     def prefetch(self, k: Emitter, block: Value) -> None:
-        """Prefetch what lies some way behind a block."""
+        """Prefetch the lines that are read some time after a block."""
         for first in range(0, ROWS, lanes(k.level)):
             for call in prefetches(k, self.dtype, self.base, block, k.i64(first)):
                 call()
@@ -137,29 +130,29 @@ class _Lying(NamedTuple):
         return Interleaved(k, fields_of(self.dtype), self.base + ahead, block, k.i64(first))
 
 
-def _lies_ready(level: Level, dtype: str, is_interleaved: bool) -> bool:
-    """Whether vectors can read codes, of whole bytes and without minimums, from the weight's strips."""
-    return is_interleaved and FORMS[dtype].wide and lanes(level) == level.lanes
+def _reads_in_place(level: Level, dtype: str, is_interleaved: bool) -> bool:
+    """Whether vectors read codes from the weight's strips: those of whole bytes, without minimums (q8_0)."""
+    return is_interleaved and FORMATS[dtype].wide and lanes(level) == level.lanes
 
 
-def _offset(level: Level, form: Form, signed: bool = False) -> int | None:
-    """What a tile's codes are above what they stand for; `None`: they are signed."""
+def _offset(level: Level, form: BlockFormat, signed: bool = False) -> int | None:
+    """What is subtracted from a tile's codes; `None`: they are signed."""
     if form.offset is None:
         return 128 if level.dot == "vnni" and not signed else None
     return None if form.offset and (signed or level.dot in ("sdot", "widen")) else form.offset
 
 
-def _packed(form: Form, codes: Value, offset: int | None) -> Value:
-    """Convert codes as the type has them to those of a tile."""
+def _packed(form: BlockFormat, codes: Value, offset: int | None) -> Value:
+    """Convert a type's codes to those of a tile."""
     if form.offset is None:
         return codes if offset is None else codes ^ -128
     return codes - form.offset if offset is None else codes
 
 
 def _pack_bytes(
-    k: Emitter, form: Form, packed: _Strip, rows: list[Value], place: MatChunk, offset: int | None
+    k: Emitter, form: BlockFormat, packed: _Strip, rows: list[Value], chunk: MatChunk, offset: int | None
 ) -> None:
-    (tile, first, last), size, nb1 = rows, place.k, place.a_nb1
+    (tile, first, last), size, nb1 = rows, chunk.k, chunk.a_nb1
     local = k.local(ROWS * DEPTH)
     per_turn = DEPTH // form.block
     n_blocks = size // form.block
@@ -183,10 +176,10 @@ def _pack_bytes(
 
 
 def _unpack_strip(
-    k: Emitter, dtype: str, packed: _Strip, place: MatChunk, strip: Value, offset: int | None
+    k: Emitter, dtype: str, packed: _Strip, chunk: MatChunk, strip: Value, offset: int | None
 ) -> None:
-    form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
-    base = place.a + strip * (place.a_nb1 * ROWS)
+    form, n_blocks = FORMATS[dtype], chunk.k // FORMATS[dtype].block
+    base = chunk.a + strip * (chunk.a_nb1 * ROWS)
     row = 4 * ROWS
     with k.loop(0, n_blocks) as block, k.loop(0, ROWS, lanes(k.level)) as first:
         ask = spread(prefetches(k, dtype, base, block, first), 8)
@@ -207,71 +200,71 @@ def _unpack_strip(
 
 
 def quantized(k: Emitter, dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue) -> None:
-    """Multiply blocks with bytes: arguments of a product, scratch and its size per thread, the epilogue's."""
+    """Multiply; arguments: `matvec.ARGS`, scratch and its size per thread, those of the epilogue."""
     _quantized(k, dtype, is_interleaved, n_columns, MatChunk(k, tile_rows(k.level, dtype)), epilogue)
 
 
-def chosen_quantized(k: Emitter, dtype: str, is_interleaved: bool) -> None:
-    """Multiply chosen matrices of blocks; see `matvec.Chosen`."""
-    place = Chosen(k, tile_rows(k.level, dtype, is_chosen=True))
-    _quantized(k, dtype, is_interleaved, _chosen_columns(k.level), place, Epilogue())
+def expert_quantized(k: Emitter, dtype: str, is_interleaved: bool) -> None:
+    """Multiply the experts' matrices (mul_mat_id); see `matvec.ExpertChunk`."""
+    chunk = ExpertChunk(k, tile_rows(k.level, dtype, of_experts=True))
+    _quantized(k, dtype, is_interleaved, _columns_at_once(k.level), chunk, Epilogue())
 
 
 def _quantized(
-    k: Emitter, dtype: str, is_interleaved: bool, n_columns: int, place: MatChunk, epilogue: Epilogue
+    k: Emitter, dtype: str, is_interleaved: bool, n_columns: int, chunk: MatChunk, epilogue: Epilogue
 ) -> None:
-    form = FORMS[dtype]
+    form = FORMATS[dtype]
     scratch, stride = k.ints(2)
     finish = epilogue.read(k)
-    on_tiles = _in_registers(k.level, dtype) and place.step is not None
-    lies_ready = not on_tiles and _lies_ready(k.level, dtype, is_interleaved)
-    n_strips = tile_rows(k.level, dtype, is_chosen=place.step is None) // ROWS
-    packed = [_Strip(form, place.k, scratch + k.thread * stride)]
+    on_tiles = _in_registers(k.level, dtype) and chunk.step is not None
+    in_place = not on_tiles and _reads_in_place(k.level, dtype, is_interleaved)
+    n_strips = tile_rows(k.level, dtype, of_experts=chunk.step is None) // ROWS
+    packed = [_Strip(form, chunk.k, scratch + k.thread * stride)]
     for _ in range(1, n_strips):
-        packed.append(_Strip(form, place.k, packed[-1].end))
-    offset = None if lies_ready else _offset(k.level, form, signed=on_tiles)
+        packed.append(_Strip(form, chunk.k, packed[-1].end))
+    offset = None if in_place else _offset(k.level, form, signed=on_tiles)
     registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()
-    with registers, k.loop(place.first, place.last) as tile:
+    with registers, k.loop(chunk.first, chunk.last) as tile:
         first = tile * (n_strips * ROWS)
-        strips: list[_Strip | _Lying] = []
+        strips: list[_Strip | StripView] = []
         for i, to in enumerate(packed):
-            strip = k.least(tile * n_strips + i, (place.m - 1) // ROWS)
-            if lies_ready:
-                strips.append(_Lying(dtype, place.a + strip * (place.a_nb1 * ROWS)))
+            strip = k.least(tile * n_strips + i, (chunk.m - 1) // ROWS)
+            if in_place:
+                strips.append(StripView(dtype, chunk.a + strip * (chunk.a_nb1 * ROWS)))
                 continue
             strips.append(to)
             if is_interleaved:
-                _unpack_strip(k, dtype, to, place, strip, offset)
+                _unpack_strip(k, dtype, to, chunk, strip, offset)
             else:
-                _pack_bytes(k, form, to, [place.a, first + i * ROWS, place.m - 1], place, offset)
-        with k.loop(0, place.n, n_columns) as start:
+                _pack_bytes(k, form, to, [chunk.a, first + i * ROWS, chunk.m - 1], chunk, offset)
+        with k.loop(0, chunk.n, n_columns) as start:
             column = start
             if on_tiles:
-                column = k.least(start, place.n - n_columns)  # the last ones may be multiplied again
-                sums = _multiply_tiles(k, dtype, packed[0], place, column, n_columns)
+                column = k.least(start, chunk.n - n_columns)  # the last pass may repeat some
+                sums = _multiply_tiles(k, dtype, packed[0], chunk, column, n_columns)
             else:
-                # Beyond the last row of activations the last one is read again.
-                rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
-                sums = _multiply_bytes(k, dtype, strips, rows, place.k, offset, start.equals(0))
-            store(k, sums, place, first, (column, start), finish)
+                # Rows beyond the last one read the last.
+                rows = [chunk.column(k.least(column + c, chunk.n - 1)) for c in range(n_columns)]
+                sums = _multiply_bytes(k, dtype, strips, rows, chunk.k, offset, start.equals(0))
+            store(k, sums, chunk, first, (column, start), finish)
 
 
 def _multiply_tiles(
-    k: Emitter, dtype: str, packed: _Strip, place: MatChunk, column: Value, n_columns: int
+    k: Emitter, dtype: str, packed: _Strip, chunk: MatChunk, column: Value, n_columns: int
 ) -> list[list[Value]]:
-    """Return the sums for each vector of rows and each row of activations, from `column` on."""
-    form, step, n = FORMS[dtype], place.step, k.level.lanes
+    """Return the sums of a tile, by tile registers, for each row of activations from `column` on."""
+    form, step, n = FORMATS[dtype], chunk.step, k.level.lanes
     assert step is not None
-    floats, size, n_blocks = vec(F32, n), amx.ROW_NBYTES * n_columns, place.k >> 5
-    all_parts = [parts(place.column(column + c), place.k, layout(dtype)) for c in range(n_columns)]
+    floats, size, n_blocks = vec(F32, n), amx.ROW_NBYTES * n_columns, chunk.k >> 5
+    all_parts = [parts(chunk.column(column + c), chunk.k, layout_for_tiles(dtype)) for c in range(n_columns)]
     x = all_parts[0]
     sums = [k.variable(k.const(floats, 0)) for _ in range(n_columns)]
     room = [k.local(2 * size) for _ in range(1 + form.wide)]
     if form.wide:
-        _any_flags(k, all_parts, place.k, packed.end)
+        _any_flags(k, all_parts, chunk.k, packed.end)
 
     def each(block: Value) -> Iterator[tuple[Value, Value, float]]:
-        """The products of a block: with which codes, where they go, and what they count."""
+        """The products of a block: the codes of activations, where the result is written, and its factor."""
         to = (block & 1) * size
         yield x.codes, room[0] + to, 1.0
         if x.high is not None:
@@ -285,7 +278,7 @@ def _multiply_tiles(
     multiply(k.i64(0))
     with k.loop(0, n_blocks) as block:
         with k.when(block + 1 < n_blocks):
-            multiply(block + 1)  # a block ahead: what was just written from tiles takes long to be read
+            multiply(block + 1)  # a block ahead: a load soon after a tile store stalls
         for _, found, times in each(block):
             scale = k.load(floats, packed.scales + block * (4 * ROWS)) * times
             for c, slot in enumerate(sums):
@@ -303,13 +296,13 @@ def _multiply_tiles(
 def _multiply_bytes(
     k: Emitter,
     dtype: str,
-    strips: Sequence[_Strip | _Lying],
+    strips: Sequence[_Strip | StripView],
     rows: list[Value],
     size: Value,
     offset: int | None,
     is_first: Value,
 ) -> list[list[Value]]:
-    """Return the sums for each vector of rows and each column.
+    """Return the sums of a tile for each vector of its rows and each row of activations.
 
     Args:
         k: The emitted kernel.
@@ -318,14 +311,14 @@ def _multiply_bytes(
         rows: Addresses of rows of activations.
         size: Their elements.
         offset: Of the strips' codes.
-        is_first: Whether no other rows of activations have met the tile, so that it lies far away.
+        is_first: Whether this is the first pass over the tile, which is then not in the cache.
     """
-    form, n = FORMS[dtype], k.level.lanes
+    form, n = FORMATS[dtype], k.level.lanes
     vectors = [(strip, first) for strip in strips for first in range(0, ROWS, n)]
     zero, dot = k.const(vec(F32, n), 0), Dot(k, n)
     sums = [[k.variable(zero) for _ in rows] for _ in vectors]
-    columns = [parts(row, size, layout(dtype)) for row in rows]
-    ahead = [strip.prefetch for strip in strips if isinstance(strip, _Lying)]
+    columns = [parts(row, size, layout_for_tiles(dtype)) for row in rows]
+    ahead = [strip.prefetch for strip in strips if isinstance(strip, StripView)]
 
     def add(
         number: Value,
@@ -334,7 +327,7 @@ def _multiply_bytes(
         factors: list[Value],
         slots: list[list[Variable]],
     ) -> None:
-        """Add a group's products with rows of codes to the sums of these."""
+        """Add a group's products with the activations' codes to the sums."""
 
         def read(word: Value) -> tuple[list[Value], list[Value]]:
             weights = [strip.word(k, number, form.group, word, first) for strip, first in vectors]
@@ -354,7 +347,7 @@ def _multiply_bytes(
             groups = [[dot.group(offset, form.most)] for _ in vectors]
             factor = (k.load(F32, x.scales + block * 4) * float(HIGH)).splat(n)
             add(block, [x.high], groups, [factor], [[line[c]] for line in sums])
-    # A loop over groups keeps LLVM from holding the sums of one while it multiplies the next.
+    # A loop over groups, because unrolled LLVM would keep the sums of one while it multiplies the next.
     with k.loop(0, size // form.group) as number:
         if ahead:
             with k.when(is_first):
@@ -366,7 +359,7 @@ def _multiply_bytes(
         if form.has_min:
             totals = [k.load(F32, x.sums + number * 4).splat(n) for x in columns]
             for (strip, first), line in zip(vectors, sums, strict=True):
-                assert isinstance(strip, _Strip)  # what lies ready has no minimums
+                assert isinstance(strip, _Strip)  # types that are read in place have no minimums
                 minimum = strip.minimum(k, number, first)
                 for slot, total in zip(line, totals, strict=True):
                     slot.set(k.fma(minimum, total, slot.now))
@@ -391,7 +384,7 @@ def _blocks_with_high_parts(k: Emitter, x: QuantRow, size: Value) -> Iterator[Va
 
 
 def _any_flags(k: Emitter, columns: list[QuantRow], size: Value, to: Value) -> None:
-    """Write flags of the blocks with high parts in any of the rows of activations."""
+    """Write flags of the blocks that have high parts in any row of activations."""
     flags = vec(I8, FLAGS)
     with k.loop(0, size >> 5, FLAGS) as i:
         any_ = k.const(flags, 0)

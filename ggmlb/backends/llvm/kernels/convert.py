@@ -1,43 +1,164 @@
-"""Rows from one type to another: floats, integers moved, blocks read and written."""
+"""Conversion and copies of rows: floats, integers, quantised blocks; rows taken and written by index.
+
+Quantising rounds as ggml's reference does (quantize_row_*_ref): comparisons ignore NaN, and a value without a
+code gets code 0.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.llvm.codegen.simd import SIZES, load_floats, store_floats
-from ggmlb.backends.llvm.codegen.value import I8, I16, I32, I64, Value, vec
-from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.quantize import WRITERS
+from ggmlb.backends.llvm.codegen.simd import (
+    SIZES,
+    fold,
+    greatest,
+    load_floats,
+    look_up,
+    store_floats,
+    to_half,
+)
+from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I16, I32, I64, Value, vec
+from ggmlb.backends.llvm.kernels.blocks import FORMATS, IQ4, Fields
+from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
 from ggmlb.backends.llvm.kernels.tiles import transposed
-from ggmlb.backends.llvm.kernels.walk import lanes, rows
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
 
+# -- block writers: 32 floats to a block ------------------------------------------------------------
+
+MOST_FLOAT = 3.4028234663852886e38
+"""The largest number in float32."""
+
+
+def _inverse(k: Emitter, d: Value) -> Value:
+    """Return `1 / d` in each lane; 0 where `d` is 0."""
+    return k.select(d.equals(0.0), k.const(F32, 0), 1.0 / d).splat(32)
+
+
+def _magnitude(k: Emitter, x: Value) -> Value:
+    """Return the largest absolute value, ignoring NaN."""
+    return greatest(k, k.maximum(k.generic("fabs", x), 0.0))
+
+
+def _largest(k: Emitter, x: Value) -> Value:
+    """The first of the values with the largest magnitude; 0 if there is none."""
+    magnitude = _magnitude(k, x)
+    return k.select(magnitude > 0.0, _first(k, x, k.generic("fabs", x).equals(magnitude.splat(32))), 0.0)
+
+
+def _first(k: Emitter, x: Value, mask: Value) -> Value:
+    """The first lane that a mask selects; any if it selects none."""
+    return x[k.call("llvm.cttz.i32", I32, mask.bits(I32), k.const(I1, 0)) & 31]
+
+
+def _codes(k: Emitter, x: Value, most: int) -> Value:
+    """`x` truncated to codes of at most `most`; 0 where it is NaN or out of range."""
+    is_code = (x > -1.0) & (x < 256.0)
+    return k.minimum(k.select(is_code, x, 0.0).to_int(), most).trunc(I8)
+
+
+def _total_in_order(x: Value) -> Value:
+    """The sum of the lanes, one after another."""
+    total = x[0]
+    for lane in range(1, 32):
+        total = total + x[lane]
+    return total
+
+
+def _put_codes(at: Fields, k: Emitter, codes: Value, p: Value) -> None:
+    """Store codes of four bits, or of five."""
+    if "qh" in at:
+        k.store(((codes & 16) > 0).bits(I32), p + at["qh"])
+    low, high = (codes & 15).split()
+    k.store(low | (high << 4), p + at["qs"])
+
+
+def _q8_0(at: Fields, k: Emitter, x: Value, p: Value) -> None:
+    d = _magnitude(k, x) / 127.0
+    k.store(to_half(k, d), p + at["d"])
+    codes = k.generic("round", x * _inverse(k, d))
+    is_code = k.generic("fabs", codes) < 129.0
+    k.store(k.select(is_code, codes, 0.0).to_int().trunc(I8), p + at["qs"])
+
+
+def _symmetric(at: Fields, k: Emitter, x: Value, p: Value) -> None:
+    """q4_0 and q5_0: the value of largest magnitude has the lowest code."""
+    half = 16 if "qh" in at else 8
+    d = _largest(k, x) / float(-half)
+    codes = _codes(k, x.times(_inverse(k, d)) + (half + 0.5), 2 * half - 1)
+    k.store(to_half(k, d), p + at["d"])
+    _put_codes(at, k, codes, p)
+
+
+def _from_least(at: Fields, k: Emitter, x: Value, p: Value) -> None:
+    """q4_1 and q5_1: the least value has code 0."""
+    most, end = 31 if "qh" in at else 15, k.const(x.type, MOST_FLOAT)
+    least = fold(k, k.select(x < end, x, end), k.minimum)
+    least = k.select(least.equals(0.0), _first(k, x, x.equals(0.0)), least)
+    d = (greatest(k, k.select(x > -end, x, -end)) - least) / float(most) + 0.0  # of zeros +0
+    codes = _codes(k, (x - least.splat(32)).times(_inverse(k, d)) + 0.5, most)
+    k.store(to_half(k, d), p + at["d"])
+    k.store(to_half(k, least), p + at["m"])
+    _put_codes(at, k, codes, p)
+
+
+def _iq4_nl(at: Fields, k: Emitter, x: Value, p: Value) -> None:
+    """Each value gets the nearest level; then the scale that fits best, large values counting more."""
+    largest = _largest(k, x)
+    d = largest / float(IQ4[0])
+    scaled = x * _inverse(k, d)
+    codes = k.const(vec(I32, 32), 15)
+    for low, high in pairwise(IQ4):
+        codes = codes - (scaled < (low + high) / 2).zext(I32)  # NaN gets the last code, as in ggml
+    codes = codes.trunc(I8)
+    levels = look_up(k, IQ4, codes).sext(I32).to_float()
+    weighed = x.times(x).times(levels)
+    squares = _total_in_order(weighed.times(levels))
+    fitting = k.select(squares > 0.0, _total_in_order(weighed.times(x)) / squares, 0.0)
+    k.store(to_half(k, k.select(k.generic("fabs", largest) < 1e-15, k.const(F32, 0), fitting)), p + at["d"])
+    _put_codes(at, k, codes, p)
+
+
+WRITERS: dict[str, Callable[[Emitter, Value, Value], None]] = {
+    name: partial(write, DType.parse(name).codec.offsets)
+    for name, write in (
+        ("q4_0", _symmetric), ("q4_1", _from_least), ("q5_0", _symmetric), ("q5_1", _from_least),
+        ("q8_0", _q8_0), ("iq4_nl", _iq4_nl),
+    )
+}  # fmt: skip
+"""`write(kernel, 32 floats, address)` of each type."""
+
+# -- rows ------------------------------------------------------------------------------------------
+
 WORDS = {"i8": I8, "i16": I16, "i32": I32, "i64": I64, "f64": I64}
-"""Types whose elements are only moved, by the integers that do it."""
+"""Types whose elements are only copied, and the integers that they are copied as."""
 
 _MOVED = {**WORDS, "f32": I32, "f16": I16, "bf16": I16}
 
 
 def can_convert(src: str, out: str) -> bool:
-    """Whether rows of one type become rows of the other."""
-    if src == out and (src in _MOVED or src in FORMS):
+    """Whether rows of one type can be converted to the other."""
+    if src == out and (src in _MOVED or src in FORMATS):
         return True
     if out in SIZES:
-        return src in SIZES or src in FORMS
+        return src in SIZES or src in FORMATS
     return src in SIZES and out in WRITERS
 
 
 def convert(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
     """Convert the elements from `start` on below `stop` of the row at `x` into the one at `y`."""
-    if src == out and src in FORMS:
-        form = FORMS[src]
+    if src == out and src in FORMATS:
+        form = FORMATS[src]
         offset, end = (i // form.block * form.nbytes for i in (start, stop))
         _move(k, I8, y, x, offset, end)
     elif src == out:
         _move(k, _MOVED[src], y, x, start, stop)
-    elif src in FORMS:
+    elif src in FORMATS:
         _read_blocks(k, out, src, y, x, start, stop)
     elif out in WRITERS:
         _write_blocks(k, out, src, y, x, start, stop)
@@ -48,7 +169,7 @@ def convert(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, st
             values = load_floats(k, src, x + i * SIZES[src], n, mask)
             store_floats(k, out, values, y + i * SIZES[out], mask)
 
-        lanes(k, start, stop, body)
+        each_vector(k, start, stop, body)
 
 
 def _move(k: Emitter, word: Value, y: Value, x: Value, start: Value, stop: Value) -> None:
@@ -62,7 +183,7 @@ def _move(k: Emitter, word: Value, y: Value, x: Value, start: Value, stop: Value
 
 
 def _read_blocks(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
-    form = FORMS[src]
+    form = FORMATS[src]
     with k.loop(start // form.block, stop // form.block) as block:
         at = x + block * form.nbytes
         codes = form.codes(k, at)
@@ -77,21 +198,21 @@ def _read_blocks(k: Emitter, out: str, src: str, y: Value, x: Value, start: Valu
 
 
 def _write_blocks(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
-    size = FORMS[out].nbytes
+    size = FORMATS[out].nbytes
     with k.loop(start // 32, (stop + 31) // 32) as block:
         WRITERS[out](k, load_floats(k, src, x + block * (32 * SIZES[src]), 32), y + block * size)
 
 
 def copy(k: Emitter, out: str, src: str) -> None:
-    """Convert rows: operands `y, x`."""
-    with rows(k, 2) as row:
+    """Convert rows: the loop over `y, x`."""
+    with each_row(k, 2) as row:
         convert(k, out, src, row.at[0], row.at[1], row.start, row.stop)
 
 
 def copy_strided(k: Emitter, out: str, src: str, sizes: tuple[int, int]) -> None:
-    """Copy elements that lie apart: `y_nb0, x_nb0` before the walk of `y, x`."""
+    """Copy elements with strides: `y_nb0, x_nb0`, and the loop over `y, x`."""
     y_step, x_step = k.ints(2)
-    with rows(k, 2) as row, k.loop(row.start, row.stop) as i:
+    with each_row(k, 2) as row, k.loop(row.start, row.stop) as i:
         y, x = row.at[0] + i * y_step, row.at[1] + i * x_step
         if src == out:
             k.store(k.load(_MOVED[src], x), y)
@@ -100,10 +221,10 @@ def copy_strided(k: Emitter, out: str, src: str, sizes: tuple[int, int]) -> None
             store_floats(k, out, value, y)
 
 
-def copy_turned(k: Emitter) -> None:
-    """Copy words of 32 bits that lie side by side in the source into rows of the result, whose they are not.
+def transpose(k: Emitter) -> None:
+    """Copy words of 32 bits whose rows are contiguous in the result and columns in the source.
 
-    Arguments: `y`, its byte stride from row to row and in two more dimensions; `x`, its byte stride along the
+    Arguments: `y`, its byte strides between rows and in two more dimensions; `x`, its byte strides along the
     result's rows and in these two; then the elements of a row, the rows, and the two other extents.
     """
     y, y_nb1, y_nb2, y_nb3, x, x_nb0, x_nb2, x_nb3, n0, n1, n2, n3 = k.ints(12)
@@ -134,7 +255,7 @@ def copy_turned(k: Emitter) -> None:
 def row_number(
     k: Emitter, ids: Value, dtype: str, limit: Value, report: tuple[Value, Value]
 ) -> tuple[Value, Value]:
-    """Read a row number; report one that is out of bounds, and return 0 then, and whether it was right."""
+    """Load a row index and whether it is in bounds; one that is not is reported, and 0 returned."""
     index = k.load(I64, ids) if dtype == "i64" else k.load(I32, ids).sext(I64)
     bad = (index < 0).raw
     bad = Value(k, k.build.or_(bad, (index >= limit).raw))
@@ -146,9 +267,9 @@ def row_number(
 
 
 def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
-    """Rows by number: `a, nb1, nb2, nb3, ids, nb0, nb1, nb2, limit, errors, step`, the walk of `y`."""
+    """Take rows: `a, nb1, nb2, nb3, ids, nb0, nb1, nb2, limit, errors, step`, and the loop over `y`."""
     a, a_nb1, a_nb2, a_nb3, ids, nb0, nb1, nb2, limit, errors, step = k.ints(11)
-    with rows(k, 1) as row:
+    with each_row(k, 1) as row:
         i1, i2, i3 = row.place
         number, right = row_number(k, ids + i1 * nb0 + i2 * nb1 + i3 * nb2, index, limit, (errors, step))
         with k.when(right):
@@ -157,9 +278,9 @@ def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
 
 
 def set_rows(k: Emitter, out: str, src: str, index: str) -> None:
-    """Put rows by number: `y, nb1, nb2, nb3, ids, nb0, nb1, nb2, ne1, ne2, limit, errors, step`, then `x`."""
+    """Write rows: `y, nb1..3, ids, nb0..2, ne1, ne2, limit, errors, step`, and the loop over `x`."""
     y, y_nb1, y_nb2, y_nb3, ids, nb0, nb1, nb2, ne1, ne2, limit, errors, step = k.ints(13)
-    with rows(k, 1) as row:
+    with each_row(k, 1) as row:
         i1, i2, i3 = row.place
         at = ids + i1 * nb0 + i2 % ne1 * nb1 + i3 % ne2 * nb2
         number, right = row_number(k, at, index, limit, (errors, step))

@@ -2,13 +2,13 @@
 
 A plan is a table of steps: the address of a kernel, the address of its arguments, and the number of
 chunks of its work. The thread that computes the plan opens one step after another; the others poll. Each
-thread has a word with the remaining chunks of its share of the open step. It takes those first, which
-reuse its cache from the previous step, in alternating order; then it steals chunks of others, from the
-far end. A step is done when all its chunks are done, without waiting for threads that took none.
+thread has a word with the remaining chunks of its share of the open step. It takes those first, in
+alternating order, to reuse its cache from the previous step; then it steals chunks of others, from the far
+end. A step is done when all its chunks are done, without waiting for threads that took none.
 
-A line of memory that another core has written takes a tenth to a quarter of a microsecond to come, as long
-as a small chunk. So each thread has all that it needs for a step in lines of its own, an idle one polls
-nothing else, and each adds up what it has done before it adds that to the chunks of all.
+A cache line that another core has written takes 0.1 to 0.25 microseconds to arrive, as long as a small chunk.
+So each thread has all that it needs for a step in cache lines of its own, an idle thread polls
+nothing else, and each counts the chunks it has done before it adds them to the common count.
 
 The control block, in words of 8 bytes, each group in cache lines of its own:
 
@@ -88,7 +88,7 @@ def _share(k: Emitter, control: Value, kernel: Value, args: Value, n_chunks: Val
 
 
 def serve(k: Emitter) -> None:
-    """Take chunks until nothing came for `limit` turns: `(control, thread, limit, unused)`."""
+    """Take chunks until there were none in `limit` polls: `(control, thread, limit, unused)`."""
     control, thread, limit = k.args, k.chunk, k.n_chunks
     n_threads = k.load(I64, control + 8 * THREADS, 8)
     idle = k.variable(k.i64(0))
@@ -113,7 +113,7 @@ def serve(k: Emitter) -> None:
 
 
 def _work(k: Emitter, control: Value, thread: Value, n_threads: Value, own: Variable) -> None:
-    """Take chunks and do them, the thread's own first, until nobody has any; `own` counts them."""
+    """Compute chunks, the thread's own first, until no thread has any left; `own` counts them."""
     owner, left, told = k.variable(thread), k.variable(n_threads), k.variable(k.i64(0))
     with k.while_() as (again, end):
         word = _atomic_load(k, _word(control, owner.now))
@@ -150,7 +150,7 @@ def _work(k: Emitter, control: Value, thread: Value, n_threads: Value, own: Vari
 
 
 def _share_of(word: Value) -> tuple[Value, Value]:
-    """The first chunk of a thread's share that is left, and the one after the last."""
+    """The first chunk that is left of a thread's share, and the end of its chunks."""
     low = (1 << CHUNK_BITS) - 1
     return word & low, (word >> CHUNK_BITS) & low
 
@@ -173,7 +173,7 @@ def _atomic_load(k: Emitter, address: Value) -> Value:
 
 
 def _pause(k: Emitter) -> None:
-    """Tell the processor that it waits; costs other threads of the core nothing."""
+    """Emit the pause instruction, which leaves the core to its other thread."""
     if k.level.dot in ("vnni", "maddubs"):
         k.call("llvm.x86.sse2.pause", ir.VoidType())
 

@@ -1,6 +1,6 @@
-"""Functions of one element, of two, and gated linear units: one pass over memory.
+"""Element-wise functions of one and of two operands, and gated linear units.
 
-Comparisons are ggml's, and false for NaN, of which some functions are numbers (`relu`, `clamp`).
+Comparisons are ggml's: false for NaN, so that `relu` and `clamp` of NaN are numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ggmlb.backends.llvm.codegen.simd import (
     tanh,
 )
 from ggmlb.backends.llvm.codegen.value import Value
-from ggmlb.backends.llvm.kernels.walk import lanes, rows
+from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
@@ -120,7 +120,7 @@ FUNCTIONS: dict[str, Function] = {
     "copy": lambda k, x: x,
     "fill": lambda k, x, value: value,
 }
-"""By ggml's name in small letters."""
+"""Functions by ggml's name in lower case."""
 
 PAIRS: dict[str, Function] = {
     "add": lambda k, x, y: x + y,
@@ -132,26 +132,26 @@ PAIRS: dict[str, Function] = {
 
 
 def unary(k: Emitter, name: str, n_params: int, dtypes: Sequence[str], past_caches: bool) -> None:
-    """Apply a function: operands `y, x` of the walk, after the function's parameters."""
+    """Apply a function: its parameters, and the loop over `y, x`."""
     params = [k.float_arg().splat(k.level.lanes) for _ in range(n_params)]
     out, src = dtypes
-    with rows(k, 2) as row:
+    with each_row(k, 2) as row:
 
         def body(i: Value, mask: Value | None) -> None:
             x = load_floats(k, src, row.at[1] + i * SIZES[src], k.level.lanes, mask)
             y = FUNCTIONS[name](k, x, *params)
             store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
 
-        lanes(k, row.start, row.stop, body)
+        each_vector(k, row.start, row.stop, body)
     if past_caches:
         k.fence()
 
 
 def binary(k: Emitter, name: str, one_per_row: bool, dtypes: Sequence[str], past_caches: bool) -> None:
-    """Combine two operands: `y, a, b`; `b` may have one element for each row."""
+    """Combine two operands: the loop over `y, a, b`; `b` may have one element per row."""
     out, a, b = dtypes
     n = k.level.lanes
-    with rows(k, 3) as row:
+    with each_row(k, 3) as row:
         same = load_float(k, b, row.at[2]).splat(n) if one_per_row else None
 
         def body(i: Value, mask: Value | None) -> None:
@@ -159,7 +159,7 @@ def binary(k: Emitter, name: str, one_per_row: bool, dtypes: Sequence[str], past
             y = load_floats(k, b, row.at[2] + i * SIZES[b], n, mask) if same is None else same
             store_floats(k, out, PAIRS[name](k, x, y), row.at[0] + i * SIZES[out], mask, past_caches)
 
-        lanes(k, row.start, row.stop, body)
+        each_vector(k, row.start, row.stop, body)
     if past_caches:
         k.fence()
 
@@ -182,17 +182,17 @@ def gated(k: Emitter, name: str, gate: Value, up: Value, params: Sequence[Value]
 
 
 def glu(k: Emitter, name: str, dtypes: Sequence[str], past_caches: bool) -> None:
-    """`f(gate) up`: operands `y, gate, up`; swiglu_oai has `alpha` and `limit` before them."""
+    """`f(gate) up`: `alpha, limit` of swiglu_oai, and the loop over `y, gate, up`."""
     out, src = dtypes
     n = k.level.lanes
     params = [k.float_arg().splat(n) for _ in range(2)] if name == "swiglu_oai" else []
-    with rows(k, 3) as row:
+    with each_row(k, 3) as row:
 
         def body(i: Value, mask: Value | None) -> None:
             gate, up = (load_floats(k, src, row.at[j] + i * SIZES[src], n, mask) for j in (1, 2))
             y = gated(k, name, gate, up, params)
             store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
 
-        lanes(k, row.start, row.stop, body)
+        each_vector(k, row.start, row.stop, body)
     if past_caches:
         k.fence()

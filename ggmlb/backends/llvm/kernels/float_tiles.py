@@ -1,4 +1,4 @@
-"""Tiles of floats, with float activations; see `tiles`."""
+"""Products of float weights with many rows of float activations, by packed tiles; see `tiles`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, Value, vec
 from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS
-from ggmlb.backends.llvm.kernels.matvec import Chosen, MatChunk
-from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, Written, store, transposed
+from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
+from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, ResultChunk, store, transposed
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
     from ggmlb.backends.llvm.codegen.host import Level
 
 STRIP_DEPTH = 2048
-"""Elements of rows in strips, which need no packing, that are multiplied at a time."""
+"""Elements of rows in strips, which need no packing, that are multiplied in one pass."""
 
 
 def tile_rows(level: Level) -> int:
@@ -24,12 +24,12 @@ def tile_rows(level: Level) -> int:
 
 
 def columns_at_once(level: Level) -> int:
-    """Most rows of activations that meet a tile together."""
+    """Most rows of activations that are multiplied by a tile at once."""
     return 12 if level.lanes == 16 else 6
 
 
 def depth(is_interleaved: bool) -> int:
-    """Elements of a row that are multiplied at a time; products of more have no epilogue."""
+    """Elements of a row that are multiplied in one pass; products of longer rows have no epilogue."""
     return STRIP_DEPTH if is_interleaved else DEPTH
 
 
@@ -45,10 +45,10 @@ def floats(
     _floats(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
 
 
-def chosen_floats(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
-    """Multiply chosen matrices of floats; see `matvec.Chosen`."""
-    place = Chosen(k, tile_rows(k.level))
-    _floats(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), place, Epilogue())
+def expert_floats(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
+    """Multiply the experts' matrices of floats (mul_mat_id); see `matvec.ExpertChunk`."""
+    chunk = ExpertChunk(k, tile_rows(k.level))
+    _floats(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), chunk, Epilogue())
 
 
 def _floats(
@@ -56,7 +56,7 @@ def _floats(
     types: tuple[str, str],
     is_interleaved: bool,
     n_columns: int,
-    place: MatChunk,
+    chunk: MatChunk,
     epilogue: Epilogue,
 ) -> None:
     (dtype, b_dtype), n_rows, n = types, tile_rows(k.level), k.level.lanes
@@ -64,20 +64,20 @@ def _floats(
     finish = epilogue.read(k)
     packed = scratch + k.thread * stride
     b_size = SIZES[b_dtype]
-    with k.loop(place.first, place.last) as tile:
+    with k.loop(chunk.first, chunk.last) as tile:
         first = tile * n_rows
-        with k.loop(0, place.k, depth(is_interleaved)) as begin:
-            count = k.least(place.k - begin, depth(is_interleaved))
-            if is_interleaved:  # they are as a tile is
-                tiles, step, stored = _strip_vectors(k, place, first, begin, SIZES[dtype]), ROWS, dtype
+        with k.loop(0, chunk.k, depth(is_interleaved)) as begin:
+            count = k.least(chunk.k - begin, depth(is_interleaved))
+            if is_interleaved:  # strips have the order of a tile
+                tiles, step, stored = _strip_vectors(k, chunk, first, begin, SIZES[dtype]), ROWS, dtype
             else:
-                _pack(k, dtype, place, first, begin, count, packed)
+                _pack(k, dtype, chunk, first, begin, count, packed)
                 tiles, step, stored = [packed, packed + 4 * n], n_rows, "f32"
-            with k.loop(0, place.n, n_columns) as column:
+            with k.loop(0, chunk.n, n_columns) as column:
                 sums = [[k.variable(k.const(vec(F32, n), 0)) for _ in range(n_columns)] for _ in range(2)]
                 # Beyond the last row of activations the last one is read again.
                 rows = [
-                    place.column(k.least(column + c, place.n - 1)) + begin * b_size for c in range(n_columns)
+                    chunk.column(k.least(column + c, chunk.n - 1)) + begin * b_size for c in range(n_columns)
                 ]
                 with k.loop(0, count) as i:
                     if is_interleaved:
@@ -90,28 +90,28 @@ def _floats(
                             sums[v][c].set(k.fma(weights[v], x, sums[v][c].now))
                 if finish is None:
                     with k.when(begin > 0):
-                        add_written(k, sums, place, first, column)
+                        add_result(k, sums, chunk, first, column)
                 values = [[slot.now for slot in row] for row in sums]
-                store(k, values, place, first, (column, column), finish)
+                store(k, values, chunk, first, (column, column), finish)
 
 
-def _strip_vectors(k: Emitter, place: MatChunk, first: Value, begin: Value, size: int) -> list[Value]:
-    """Where the values of the rows of a tile begin, vector by vector."""
+def _strip_vectors(k: Emitter, chunk: MatChunk, first: Value, begin: Value, size: int) -> list[Value]:
+    """Addresses of the first values of a tile's rows in their strips, for each vector."""
     n, found = k.level.lanes, []
     for v in range(2):
-        row = k.least(first + v * n, place.m - n)
-        strip = place.a + row // ROWS * ROWS * place.a_nb1
+        row = k.least(first + v * n, chunk.m - n)
+        strip = chunk.a + row // ROWS * ROWS * chunk.a_nb1
         found.append(strip + begin * (ROWS * size) + row % ROWS * size)
     return found
 
 
 def _pack(
-    k: Emitter, dtype: str, place: MatChunk, first: Value, begin: Value, depth: Value, packed: Value
+    k: Emitter, dtype: str, chunk: MatChunk, first: Value, begin: Value, depth: Value, packed: Value
 ) -> None:
     n, size = k.level.lanes, SIZES[dtype]
     n_rows = tile_rows(k.level)
     for v in range(0, n_rows, n):
-        rows = [place.a + k.least(first + v + r, place.m - 1) * place.a_nb1 + begin * size for r in range(n)]
+        rows = [chunk.a + k.least(first + v + r, chunk.m - 1) * chunk.a_nb1 + begin * size for r in range(n)]
         whole = depth // n * n
         with k.loop(0, whole, n) as i:
             loaded = [load_floats(k, dtype, row + i * size, n) for row in rows]
@@ -122,12 +122,14 @@ def _pack(
                 k.store(load_float(k, dtype, row + i * size), packed + i * (4 * n_rows) + (v + r) * 4)
 
 
-def add_written(k: Emitter, sums: list[list[Variable]], place: Written, first: Value, column: Value) -> None:
-    """Add what was written for the elements before."""
+def add_result(
+    k: Emitter, sums: list[list[Variable]], chunk: ResultChunk, first: Value, column: Value
+) -> None:
+    """Add to a tile's sums what the result holds: those of earlier elements."""
     n = k.level.lanes
     for c in range(len(sums[0])):
-        with k.when(column + c < place.n):
-            at = place.result(column + c) + first * 4
+        with k.when(column + c < chunk.n):
+            at = chunk.result(column + c) + first * 4
             for v, row in enumerate(sums):
-                mask = k.first_lanes(n, place.m - first - v * n)
+                mask = k.first_lanes(n, chunk.m - first - v * n)
                 row[c].set(row[c].now + k.load_masked(vec(F32, n), at + v * n * 4, mask))

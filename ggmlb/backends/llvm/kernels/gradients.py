@@ -1,4 +1,4 @@
-"""Kernels of training: sums and repeats, gradients of norms and soft max, losses, steps of optimizers."""
+"""Kernels of training: sums, repeats, gradients of norms and soft max, losses, optimizer steps."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ggmlb.backends.llvm.codegen.simd import (
 from ggmlb.backends.llvm.codegen.value import F32, Value, vec
 from ggmlb.backends.llvm.kernels.convert import row_number
 from ggmlb.backends.llvm.kernels.norm import row_sum
-from ggmlb.backends.llvm.kernels.walk import lanes, rows
+from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.kernels.walk import RowPart
+    from ggmlb.backends.llvm.kernels.row_loop import RowPart
 
     Load = Callable[[Value, Value | None], Value]
-    """Elements of a row, from one on, by a mask."""
+    """Loads a vector of a row: `(first element, mask)`."""
 
 BLOCK = 4
-"""Vectors of columns that are summed together, so that each row is read by whole pages' lines."""
+"""Vectors of columns that are summed together, so that several cache lines of each row are read in turn."""
 
 
 def _loads(k: Emitter, row: RowPart, dtypes: Sequence[str], first: int = 1) -> list[Load]:
-    """What reads each operand of a row, but the first, which is written, unless `first` is 0."""
+    """Return loads of each operand of a row from operand `first` on; operand 0 is the result."""
     n = k.level.lanes
 
     def of(j: int, dtype: str) -> Load:
@@ -45,34 +45,34 @@ def _write(k: Emitter, out: str, row: RowPart, value: Load) -> None:
     def body(i: Value, mask: Value | None) -> None:
         store_floats(k, out, value(i, mask), row.at[0] + i * SIZES[out], mask)
 
-    lanes(k, row.start, row.stop, body)
+    each_vector(k, row.start, row.stop, body)
 
 
 # -- sums and repeats ------------------------------------------------------------------------------
 
 
 def row_sums(k: Emitter, out: str, src: str) -> None:
-    """The sum of each row: a factor, and the walk of `y, x`, where `y` has one element for each row."""
+    """The sum of each row: a factor, and the loop over `y, x`, where `y` has one element per row."""
     factor = k.float_arg()
-    with rows(k, 2) as row:
+    with each_row(k, 2) as row:
         (x,) = _loads(k, row, (out, src))
         store_floats(k, out, (row_sum(k, row, x) * factor).splat(1), row.at[0])
 
 
 def repeat(k: Emitter, out: str, src: str, one_per_row: bool) -> None:
-    """Repeat rows, or their only elements: the walk of `y, x`."""
+    """Repeat rows, or their only elements: the loop over `y, x`."""
     n = k.level.lanes
-    with rows(k, 2) as row:
+    with each_row(k, 2) as row:
         (x,) = _loads(k, row, (out, src))
         same = load_float(k, src, row.at[1]).splat(n) if one_per_row else None
         _write(k, out, row, x if same is None else lambda i, mask: same)
 
 
 def repeat_back(k: Emitter, out: str, src: str) -> None:
-    """Sum what was repeated: `x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3`, and the walk of `y`."""
+    """Sum repeats: `x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3`, and the loop over `y`."""
     x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3 = k.ints(10)
     n, zero = k.level.lanes, k.const(vec(F32, k.level.lanes), 0)
-    with rows(k, 1) as row:
+    with each_row(k, 1) as row:
         i1, i2, i3 = row.place
         first = x + i1 * nb1 + i2 * nb2 + i3 * nb3
 
@@ -88,11 +88,11 @@ def repeat_back(k: Emitter, out: str, src: str) -> None:
         whole = row.start + (row.stop - row.start) // (n * BLOCK) * (n * BLOCK)
         with k.loop(row.start, whole, n * BLOCK) as i:
             add(i, None, BLOCK)
-        lanes(k, whole, row.stop, lambda i, mask: add(i, mask, 1))
+        each_vector(k, whole, row.stop, lambda i, mask: add(i, mask, 1))
 
 
 def get_rows_back(k: Emitter, src: str) -> None:
-    """Add rows by number to zeros, each chunk some columns of all.
+    """Add rows to zeros at their indices; a chunk is a range of columns.
 
     `x, x_nb1, ids, nb0, count, y, y_nb1, n, limit, errors, step`.
     """
@@ -102,7 +102,7 @@ def get_rows_back(k: Emitter, src: str) -> None:
     start = units * k.chunk // k.n_chunks * n
     stop = k.least(units * (k.chunk + 1) // k.n_chunks * n, width)
     with k.loop(0, limit) as r:
-        lanes(k, start, stop, _zeros(k, y + r * y_nb1))
+        each_vector(k, start, stop, _zeros(k, y + r * y_nb1))
     with k.loop(0, count) as r:
         number, right = row_number(k, ids + r * nb0, "i32", limit, (errors, step))
         with k.when(right):
@@ -113,7 +113,7 @@ def get_rows_back(k: Emitter, src: str) -> None:
                 value = value + load_floats(k, src, source + i * SIZES[src], n, mask)
                 store_floats(k, "f32", value, target + i * 4, mask)
 
-            lanes(k, start, stop, body)
+            each_vector(k, start, stop, body)
 
 
 def _zeros(k: Emitter, at: Value) -> Callable[[Value, Value | None], None]:
@@ -125,9 +125,9 @@ def _zeros(k: Emitter, at: Value) -> Callable[[Value, Value | None], None]:
 
 
 def rms_norm_back(k: Emitter, dtypes: Sequence[str]) -> None:
-    """The gradient of `rms_norm`: `eps`, and the walk of `y, dy, x`."""
+    """The gradient of `rms_norm`: `eps`, and the loop over `y, dy, x`."""
     n, eps = k.level.lanes, k.float_arg()
-    with rows(k, 3) as row:
+    with each_row(k, 3) as row:
         dy, x = _loads(k, row, dtypes)
         count = row.n.to_float()
         mean = row_sum(k, row, lambda i, mask: x(i, mask) * x(i, mask)) / count + eps
@@ -137,66 +137,66 @@ def rms_norm_back(k: Emitter, dtypes: Sequence[str]) -> None:
 
 
 def soft_max_back(k: Emitter, dtypes: Sequence[str]) -> None:
-    """The gradient of `soft_max`: its scale, and the walk of `dx, dy, y`."""
+    """The gradient of `soft_max`: its scale, and the loop over `dx, dy, y`."""
     n, scale = k.level.lanes, k.float_arg().splat(k.level.lanes)
-    with rows(k, 3) as row:
+    with each_row(k, 3) as row:
         dy, y = _loads(k, row, dtypes)
         along = row_sum(k, row, lambda i, mask: y(i, mask) * dy(i, mask)).splat(n)
         _write(k, dtypes[0], row, lambda i, mask: (dy(i, mask) - along) * y(i, mask) * scale)
 
 
-def _highest(k: Emitter, row: RowPart, x: Load) -> Value:
+def _row_max(k: Emitter, row: RowPart, x: Load) -> Value:
     infinity = float("-inf")
-    top = k.variable(k.const(vec(F32, k.level.lanes), infinity))
+    maximum = k.variable(k.const(vec(F32, k.level.lanes), infinity))
 
     def body(i: Value, mask: Value | None) -> None:
         value = x(i, mask)
-        top.set(k.maximum(top.now, value if mask is None else k.select(mask, value, infinity)))
+        maximum.set(k.maximum(maximum.now, value if mask is None else k.select(mask, value, infinity)))
 
-    lanes(k, row.start, row.stop, body)
-    return greatest(k, top.now)
+    each_vector(k, row.start, row.stop, body)
+    return greatest(k, maximum.now)
 
 
 def cross_entropy(k: Emitter, dtypes: Sequence[str]) -> None:
     """The cross entropy of each row, negative: the walk of `y, x, p`, where `y` has one element for each."""
     n = k.level.lanes
-    with rows(k, 3) as row:
+    with each_row(k, 3) as row:
         x, p = _loads(k, row, dtypes)
-        level = _highest(k, row, x).splat(n)
+        row_max = _row_max(k, row, x).splat(n)
 
         def power(i: Value, mask: Value | None) -> Value:
-            e = exp(k, x(i, mask) - level)
+            e = exp(k, x(i, mask) - row_max)
             return e if mask is None else k.select(mask, e, 0.0)
 
         scale = log(k, row_sum(k, row, power).splat(n))
 
         def term(i: Value, mask: Value | None) -> Value:
-            value = (x(i, mask) - level - scale) * p(i, mask)
+            value = (x(i, mask) - row_max - scale) * p(i, mask)
             return value if mask is None else k.select(mask, value, 0.0)
 
         store_floats(k, dtypes[0], row_sum(k, row, term).splat(1), row.at[0])
 
 
 def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
-    """The gradient of `cross_entropy_loss`: `1 / n_rows`, `grad`, and the walk of `dx, x, p`; f32 results."""
-    n, share = k.level.lanes, k.float_arg()
-    factor = (load_float(k, grad, k.int_arg()) * share).splat(n)
-    with rows(k, 3) as row:
+    """The gradient of `cross_entropy_loss`: `1 / n_rows`, `grad`, and the loop over `dx, x, p`; f32."""
+    n, inv_rows = k.level.lanes, k.float_arg()
+    factor = (load_float(k, grad, k.int_arg()) * inv_rows).splat(n)
+    with each_row(k, 3) as row:
         x, p = _loads(k, row, dtypes)
-        level = _highest(k, row, x).splat(n)
+        row_max = _row_max(k, row, x).splat(n)
         sums = k.variable(k.const(vec(F32, n), 0))
 
         def power(i: Value, mask: Value | None) -> None:
-            e = exp(k, x(i, mask) - level)
+            e = exp(k, x(i, mask) - row_max)
             store_floats(k, "f32", e, row.at[0] + i * 4, mask)
             sums.set(sums.now + (e if mask is None else k.select(mask, e, 0.0)))
 
-        lanes(k, row.start, row.stop, power)
-        inverse = (1.0 / total(k, sums.now)).splat(n)
+        each_vector(k, row.start, row.stop, power)
+        inv_sum = (1.0 / total(k, sums.now)).splat(n)
 
         def value(i: Value, mask: Value | None) -> Value:
             e = load_floats(k, "f32", row.at[0] + i * 4, n, mask)
-            return (e * inverse - p(i, mask)) * factor
+            return (e * inv_sum - p(i, mask)) * factor
 
         _write(k, "f32", row, value)
 
@@ -205,11 +205,11 @@ def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
 
 
 def adamw(k: Emitter, grad: str) -> None:
-    """A step of AdamW: the seven numbers, and the walk of `w, g, m, v`, of which all but `g` are written."""
+    """A step of AdamW: seven parameters, and the loop over `w, g, m, v`; all but `g` are written."""
     n, at = k.level.lanes, k.int_arg()
     numbers = [k.load(F32, at + 4 * i).splat(n) for i in range(7)]
     alpha, beta1, beta2, eps, decay, correct1, correct2 = numbers
-    with rows(k, 4) as row:
+    with each_row(k, 4) as row:
         w, g, m, v = _loads(k, row, ("f32", grad, "f32", "f32"), first=0)
 
         def body(i: Value, mask: Value | None) -> None:
@@ -222,13 +222,13 @@ def adamw(k: Emitter, grad: str) -> None:
             value = w(i, mask) * (1.0 - alpha * decay) - alpha * step
             store_floats(k, "f32", value, row.at[0] + i * 4, mask)
 
-        lanes(k, row.start, row.stop, body)
+        each_vector(k, row.start, row.stop, body)
 
 
 def sgd(k: Emitter, grad: str) -> None:
-    """A step of gradient descent: the two numbers, and the walk of `w, g`."""
+    """A step of gradient descent: the two numbers, and the loop over `w, g`."""
     n, at = k.level.lanes, k.int_arg()
     alpha, decay = (k.load(F32, at + 4 * i).splat(n) for i in range(2))
-    with rows(k, 2) as row:
+    with each_row(k, 2) as row:
         w, g = _loads(k, row, ("f32", grad), first=0)
         _write(k, "f32", row, lambda i, mask: w(i, mask) * (1.0 - alpha * decay) - alpha * g(i, mask))

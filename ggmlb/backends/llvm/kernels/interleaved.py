@@ -1,8 +1,8 @@
-"""Strips: 16 rows of a weight, interleaved field by field.
+"""Strips: 16 rows of a weight, interleaved field by field (as ggml's repacked `q4_0_8x8`).
 
-A vector has a scale, or four neighbouring codes, of each of 16 rows, and each lane sums the product of
-one row. A strip has the bytes of its rows in another order: by block, then by field of the type, then by
-unit of the field, then by row. It is thus read from its first byte to its last, in one stream.
+A vector holds a scale, or four neighbouring codes, of each of 16 rows, and each lane sums the product of
+one row. A strip holds the bytes of its rows ordered by block, then by field of the type, then by unit of the
+field, then by row. So a product reads it from the first byte to the last, in one stream.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES
 from ggmlb.backends.llvm.codegen.value import I1, I8, I16, I32, I64, Value, vec
+from ggmlb.backends.llvm.kernels.tiles import transposed
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ ROWS = 16
 """Rows of a strip."""
 
 AHEAD = 12288
-"""Prefetch distance [bytes]: what a fast core reads of one stream while memory takes 200 ns to answer."""
+"""Prefetch distance [bytes]: what a fast core reads of one stream in the 200 ns of a memory access."""
 
 BITS = 0
-"""As a field's unit: bits of 32 elements, of which those of four neighbours stay together."""
+"""Unit of a field of one bit per element: bits of four neighbouring elements stay together."""
 
 
 class Field(NamedTuple):
@@ -37,7 +38,7 @@ class Field(NamedTuple):
         name: As the type's record has it.
         offset: Where it begins [bytes].
         nbytes: How long it is.
-        unit: Bytes of a row that stay together; or `BITS`.
+        unit: Bytes of a row that stay contiguous; or `BITS`.
     """
 
     name: str
@@ -48,9 +49,9 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(dtype: str) -> tuple[Field, ...]:
-    """The fields of a type, all of a block in order: one of floats, or those of its record.
+    """The fields of a type's block, in order; a float type has one.
 
-    What stays together are numbers as the record has them, of codes four neighbours.
+    Units are the numbers of the type's codec; of codes, four neighbours.
     """
     if dtype in SIZES:
         return (Field("", 0, SIZES[dtype], SIZES[dtype]),)
@@ -63,22 +64,22 @@ def fields_of(dtype: str) -> tuple[Field, ...]:
 
 
 def lanes(level: Level) -> int:
-    """Rows of a strip that a vector has."""
+    """Rows of a strip per vector."""
     return max(8, level.lanes)
 
 
 def prefetches(k: Emitter, dtype: str, strip: Value, block: Value, first: Value) -> list[Callable[[], None]]:
-    """What asks for the cache lines `AHEAD` bytes after a block.
+    """Return functions that prefetch the cache lines `AHEAD` bytes after a block.
 
-    Calls of these belong between the instructions that use the block: asked for at once, the lines would
-    hold up later reads until the first of them has come.
+    They are called between the instructions that use the block: prefetched all at once, the lines would
+    delay later loads until the first of them arrives.
 
     Args:
         k: The kernel.
         dtype: The type's name.
         strip: The strip's address.
-        block: Which one.
-        first: The first row of a vector: each of a strip's has its part of the lines.
+        block: Number of the block.
+        first: The first row of a vector; each vector of a strip prefetches a part of the lines.
     """
     size = _size(fields_of(dtype))
     start = strip + block * (ROWS * size) + first * size + AHEAD
@@ -91,7 +92,7 @@ def _size(fields: Sequence[Field]) -> int:
 
 
 def spread(calls: Sequence[Callable[[], None]], n: int) -> Iterator[None]:
-    """Make the calls in `n` turns, as evenly as possible."""
+    """Distribute the calls over `n` iterations."""
     for i in range(n):
         for call in calls[len(calls) * i // n : len(calls) * (i + 1) // n]:
             call()
@@ -103,9 +104,9 @@ def _ask(k: Emitter, start: Value, at: int) -> None:
 
 
 class Words:
-    """A run of elements of the rows of a strip: a vector for each four neighbours, four bytes a row.
+    """Consecutive codes of the rows of a strip: a vector for each four neighbours, four bytes per row.
 
-    The vectors are made when they are first asked for, so that they need not all lie in registers at once.
+    A vector is emitted at its first use, so that not all of them occupy registers at once.
     """
 
     def __init__(self, n: int, make: Callable[[int], Value]) -> None:
@@ -138,15 +139,15 @@ class Words:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Where a block of each row of a strip is, or a part of it: what stands for its address.
+    """The address of a block, or of a part of it, in each row of a strip.
 
     Attributes:
         k: The kernel.
-        fields: The type's.
+        fields: The fields of the type.
         base: Address of the strip.
-        block: Which one.
+        block: Number of the block.
         first: The first row of a vector.
-        offset: Of the part, in a block as ggml has it [bytes].
+        offset: Of the part, in a block of ggml's layout [bytes].
     """
 
     k: Emitter
@@ -160,28 +161,28 @@ class Interleaved:
         return replace(self, offset=self.offset + n)
 
     def __getitem__(self, field: str) -> Interleaved:
-        """Where a field is."""
+        """The address of a field."""
         return self + next(f.offset for f in self.fields if f.name == field)
 
     def _address(self) -> tuple[Value, int]:
-        """Where the field has it, and the field's unit."""
+        """The address in the strip, and the unit of the field there."""
         field = next(f for f in self.fields if 0 <= self.offset - f.offset < f.nbytes)
         start = self.base + self.block * (ROWS * _size(self.fields))
         return start + ROWS * self.offset + self.first * field.unit, field.unit
 
     def each(self) -> Value:
-        """A unit of each row, as integers."""
+        """Load a unit of each row, as integers."""
         address, unit = self._address()
         return self.k.load(vec(_INTS[unit], lanes(self.k.level)), address)
 
     def bytes(self, n: int) -> Words:
-        """The next `n` bytes of each row."""
+        """Load the next `n` bytes of each row."""
         address, _ = self._address()
         type_ = vec(I8, 4 * lanes(self.k.level))
         return Words(n // 4, lambda i: self.k.load(type_, address + 4 * ROWS * i))
 
     def bits(self, value: int) -> Words:
-        """A value for each of the next 32 bits of each row that is set."""
+        """Load the next 32 bits of each row: `value` where a bit is set, else 0."""
         address, _ = self._address()
         n = 4 * lanes(self.k.level)
         whole = I64 if n == 64 else I32
@@ -194,3 +195,88 @@ class Interleaved:
 
 
 _INTS = {1: I8, 2: I16, 4: I32}
+
+
+# -- packing ---------------------------------------------------------------------------------------
+
+_VECTOR = 16
+"""Bytes of a row that are copied at a time."""
+
+
+def pack(k: Emitter, dtype: str, size: int) -> None:
+    """Pack rows, whose blocks have `size` bytes, to strips: `strips, rows, n_blocks, n_strips`."""
+    _move(k, dtype, size, to_rows=False)
+
+
+def unpack(k: Emitter, dtype: str, size: int) -> None:
+    """Unpack strips to rows; arguments of `pack`."""
+    _move(k, dtype, size, to_rows=True)
+
+
+def _move(k: Emitter, dtype: str, size: int, to_rows: bool) -> None:
+    strips, rows, n_blocks, n_strips = k.ints(4)
+    with k.loop(0, n_strips) as number:
+        start = number * n_blocks * (ROWS * size)
+        strip, row = strips + start, rows + start
+
+        def blocks(first: Value, stop: Value, n: int) -> None:
+            """Copy `n` blocks at a time; more than one only of floats."""
+            with k.loop(first, stop, n) as block:
+                for field in fields_of(dtype):
+                    at = strip + block * (ROWS * size) + ROWS * field.offset
+                    by_row = [row + n_blocks * (r * size) + block * size + field.offset for r in range(ROWS)]
+                    if field.unit == BITS:
+                        _transpose_bits(k, by_row, at, to_rows)
+                    else:
+                        _transpose_units(k, by_row, at, field.unit, n * field.nbytes // field.unit, to_rows)
+
+        several = _VECTOR // size if dtype in SIZES else 1
+        whole = n_blocks // several * several
+        blocks(k.i64(0), whole, several)
+        blocks(whole, n_blocks, 1)
+
+
+def _transpose_units(
+    k: Emitter, rows: list[Value], strip: Value, unit: int, n_units: int, to_rows: bool
+) -> None:
+    """Copy units of 16 rows by transposing squares of as many units as rows."""
+    done = 0
+    while done < n_units:
+        n = min(_VECTOR // unit, 1 << (n_units - done).bit_length() - 1)
+        for first in range(0, ROWS, n):
+            places = (
+                [strip + ((done + i) * ROWS + first) * unit for i in range(n)],
+                [rows[first + i] + done * unit for i in range(n)],
+            )
+            target, source = places[::-1] if to_rows else places
+            found = transposed([k.load(vec(_INTS[unit], n), at) for at in source])
+            for at, value in zip(target, found, strict=True):
+                k.store(value, at)
+        done += n
+
+
+def _transpose_bits(k: Emitter, rows: list[Value], strip: Value, to_rows: bool) -> None:
+    """Copy 32 bits of 16 rows: a byte has four neighbouring bits of an even row and of the next."""
+    four, half = vec(I8, 4), range(0, ROWS, 2)
+    bytes_, pairs = range(4), vec(I8, ROWS // 2)
+    at = [[strip + (ROWS * i + ROWS // 2 * part) for part in range(2)] for i in bytes_]
+    if to_rows:
+        mixed = [_swapped(*(k.load(pairs, place) for place in places)) for places in at]
+        lanes = [low.shuffle([r // 2 + r % 2 * ROWS // 2 for r in range(ROWS)], high) for low, high in mixed]
+        for r in range(0, ROWS, 4):
+            group = [lane.shuffle(range(r, r + 4)) for lane in lanes]
+            for place, value in zip(rows[r : r + 4], transposed(group), strict=True):
+                k.store(value, place)
+        return
+    groups = [transposed([k.load(four, place) for place in rows[r : r + 4]]) for r in range(0, ROWS, 4)]
+    for i in bytes_:
+        a, b, c, d = (group[i] for group in groups)
+        lane = a.join(b).join(c.join(d))
+        found = _swapped(lane.shuffle(half), lane.shuffle([r + 1 for r in half]))
+        for value, place in zip(found, at[i], strict=True):
+            k.store(value, place)
+
+
+def _swapped(even: Value, odd: Value) -> tuple[Value, Value]:
+    """Exchange the upper four bits of the one and the lower four of the other."""
+    return (even & 15) | (odd << 4), (even >> 4) | (odd & -16)

@@ -1,6 +1,6 @@
-"""Products of weights in strips (`interleaved`): sums stay in lanes, one row of the weight each.
+"""Products with few rows of activations, as in decoding, of weights in strips (`interleaved`); epilogues.
 
-For few rows of activations; `tiles` has the products with more.
+Each lane sums the product of one row of the weight. `tiles` has the products with more rows of activations.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats
+from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats, store_floats
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, ActivationLayout, begin, counts, parts
-from ggmlb.backends.llvm.kernels.blocks import FORMS, Form
+from ggmlb.backends.llvm.kernels import matvec
+from ggmlb.backends.llvm.kernels.activations import HIGH, begin, counts, layout_for_strips, parts
+from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES, BlockFormat, Scales
+from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS, gated
 from ggmlb.backends.llvm.kernels.interleaved import (
     AHEAD,
     ROWS,
@@ -22,8 +24,8 @@ from ggmlb.backends.llvm.kernels.interleaved import (
     prefetches,
     spread,
 )
-from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES, Scales
-from ggmlb.backends.llvm.kernels.matvec import Chosen, MatChunk
+from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
+from ggmlb.backends.llvm.kernels.row_loop import each_vector
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
@@ -31,43 +33,38 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.kernels.activations import QuantRow
 
 Sums = list[list[Value]]
-"""For each vector of a strip's rows, for each row of activations."""
-
-
-def layout(dtype: str) -> ActivationLayout:
-    """How the activations beside blocks lie."""
-    return ActivationLayout(FORMS[dtype].wide)
+"""Sums for each vector of a strip's rows, for each row of activations."""
 
 
 def quantized(k: Emitter, dtype: str, n_columns: int) -> None:
-    """Multiply blocks with activations as bytes: arguments of a product."""
-    place = MatChunk(k, ROWS)
-    with k.loop(place.first, place.last) as strip:
-        columns = [place.column(c) for c in range(n_columns)]
-        _store(k, _blocks(k, dtype, place, strip, columns), place, strip, range(n_columns))
+    """Multiply quantised strips with quantised activations; arguments: `matvec.ARGS`."""
+    chunk = MatChunk(k, ROWS)
+    with k.loop(chunk.first, chunk.last) as strip:
+        columns = [chunk.column(c) for c in range(n_columns)]
+        _store(k, _blocks(k, dtype, chunk, strip, columns), chunk, strip, range(n_columns))
 
 
-def chosen_quantized(k: Emitter, dtype: str) -> None:
-    """Multiply chosen matrices of blocks, one row of activations at a time; see `matvec.Chosen`."""
-    place = Chosen(k, ROWS)
-    with k.loop(0, place.n) as column, k.loop(place.first, place.last) as strip:
-        _store(k, _blocks(k, dtype, place, strip, [place.column(column)]), place, strip, [column])
+def expert_quantized(k: Emitter, dtype: str) -> None:
+    """Multiply the experts' quantised strips with one row of activations at a time (mul_mat_id)."""
+    chunk = ExpertChunk(k, ROWS)
+    with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as strip:
+        _store(k, _blocks(k, dtype, chunk, strip, [chunk.column(column)]), chunk, strip, [column])
 
 
 def floats(k: Emitter, dtype: str, n_columns: int, b_dtype: str) -> None:
-    """Multiply floats with float activations: arguments of a product."""
-    place = MatChunk(k, ROWS)
-    with k.loop(place.first, place.last) as strip:
-        columns = [place.column(c) for c in range(n_columns)]
-        _store(k, _floats(k, dtype, b_dtype, place, strip, columns), place, strip, range(n_columns))
+    """Multiply strips of floats with float activations; arguments: `matvec.ARGS`."""
+    chunk = MatChunk(k, ROWS)
+    with k.loop(chunk.first, chunk.last) as strip:
+        columns = [chunk.column(c) for c in range(n_columns)]
+        _store(k, _floats(k, dtype, b_dtype, chunk, strip, columns), chunk, strip, range(n_columns))
 
 
-def chosen_floats(k: Emitter, dtype: str, b_dtype: str) -> None:
-    """Multiply chosen matrices of floats, one row of activations at a time; see `matvec.Chosen`."""
-    place = Chosen(k, ROWS)
-    with k.loop(0, place.n) as column, k.loop(place.first, place.last) as strip:
-        found = _floats(k, dtype, b_dtype, place, strip, [place.column(column)])
-        _store(k, found, place, strip, [column])
+def expert_floats(k: Emitter, dtype: str, b_dtype: str) -> None:
+    """Multiply the experts' strips of floats with one row of activations at a time (mul_mat_id)."""
+    chunk = ExpertChunk(k, ROWS)
+    with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as strip:
+        found = _floats(k, dtype, b_dtype, chunk, strip, [chunk.column(column)])
+        _store(k, found, chunk, strip, [column])
 
 
 def vectors(k: Emitter) -> range:
@@ -75,22 +72,22 @@ def vectors(k: Emitter) -> range:
     return range(0, ROWS, lanes(k.level))
 
 
-def _store(k: Emitter, sums: Sums, place: MatChunk, strip: Value, columns: Sequence[Value | int]) -> None:
+def _store(k: Emitter, sums: Sums, chunk: MatChunk, strip: Value, columns: Sequence[Value | int]) -> None:
     for first, line in zip(vectors(k), sums, strict=True):
         for c, value in zip(columns, line, strict=True):
-            k.store(value, place.result(c) + (strip * ROWS + first) * 4)
+            k.store(value, chunk.result(c) + (strip * ROWS + first) * 4)
 
 
-def _blocks(k: Emitter, dtype: str, place: MatChunk, strip: Value, columns: list[Value]) -> Sums:
-    form, n = FORMS[dtype], lanes(k.level)
+def _blocks(k: Emitter, dtype: str, chunk: MatChunk, strip: Value, columns: list[Value]) -> Sums:
+    form, n = FORMATS[dtype], lanes(k.level)
     floats, line = vec(F32, n), 4 * n * len(columns)
     sums = k.local(len(vectors(k)) * line)
     for at in range(0, len(vectors(k)) * line, 4 * n):
         k.store(k.const(floats, 0), sums + at)
-    n_blocks = place.k // form.block
-    base = place.a + strip * (place.a_nb1 * ROWS)
-    activations = [parts(column, place.k, layout(dtype)) for column in columns]
-    # A loop over vectors keeps what both read of activations from being held in registers for the second.
+    n_blocks = chunk.k // form.block
+    base = chunk.a + strip * (chunk.a_nb1 * ROWS)
+    activations = [parts(column, chunk.k, layout_for_strips(dtype)) for column in columns]
+    # A loop over vectors, because unrolled LLVM would hold the activations in registers for the second.
     with k.loop(0, n_blocks) as block, k.loop(0, ROWS, n) as first:
         ask = spread(prefetches(k, dtype, base, block, first), form.block // form.together // 4)
         where = Interleaved(k, fields_of(dtype), base, block, first)
@@ -107,9 +104,9 @@ def _blocks(k: Emitter, dtype: str, place: MatChunk, strip: Value, columns: list
 
 
 class _Weights(NamedTuple):
-    """A block of each row of a vector: its format, the codes of each run, and scales."""
+    """A block of each row of a vector: its format, the codes of each run of 32, and scales."""
 
-    form: Form
+    form: BlockFormat
     codes: list[Words]
     scales: Scales
 
@@ -155,13 +152,13 @@ def _more(k: Emitter, sum_: Value | None, a: Value, b: Value) -> Value:
 
 
 def _four(k: Emitter, codes: Value, run: Value, word: int) -> Value:
-    """Four neighbouring codes of activations, for each row of a vector."""
+    """Four neighbouring codes of activations, broadcast to each row of a vector."""
     n = lanes(k.level)
     return k.load(I32, codes + run * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
 
 
 def _of_minimums(k: Emitter, weights: _Weights, run: int, number: Value, x: QuantRow) -> tuple[Value, Value]:
-    """Two factors of what the minimums add to the products of a run, the row's run `number`."""
+    """Two factors of what the minimums add to the product of a run, number `number` of the row."""
     form, _, scales = weights
     n = lanes(k.level)
     total = k.load(F32, x.sums + number * 4).splat(n)
@@ -178,7 +175,7 @@ def _of_minimums(k: Emitter, weights: _Weights, run: int, number: Value, x: Quan
 
 
 def _group(k: Emitter, weights: _Weights, block: Value, group: int, x: QuantRow) -> DotSum:
-    """An empty sum of the products of a group of a block with a row of activations."""
+    """An empty sum for the products of a group of a block with a row of activations."""
     form, _, scales = weights
     scale = None if scales.scales is None else scales.scales(group)
     number = block * (form.block // form.group) + group
@@ -190,7 +187,7 @@ def _totals(
 ) -> list[list[Value]]:
     """The sums of products times integer scales, for each row of activations and each of the runs.
 
-    These runs have bits in the same bytes: what is read of them is used at once.
+    These runs have bits in the same bytes, which are loaded once for all of them.
     """
     form, codes, _ = weights
     per_run, n_runs = 32 // form.group, form.block // 32
@@ -211,28 +208,28 @@ def _totals(
 
 
 def _floats(
-    k: Emitter, dtype: str, b_dtype: str, place: MatChunk, strip: Value, columns: list[Value]
+    k: Emitter, dtype: str, b_dtype: str, chunk: MatChunk, strip: Value, columns: list[Value]
 ) -> Sums:
     n, size, b_size = lanes(k.level), SIZES[dtype], SIZES[b_dtype]
-    turns = max(1, 8 // (len(columns) * len(vectors(k))))  # independent sums hide the latency of additions
+    unroll = max(1, 8 // (len(columns) * len(vectors(k))))  # independent sums hide the latency of additions
     zero = k.const(vec(F32, n), 0)
-    sums = [[[k.variable(zero) for _ in columns] for _ in vectors(k)] for _ in range(turns)]
-    base = place.a + strip * (place.a_nb1 * ROWS)
+    sums = [[[k.variable(zero) for _ in columns] for _ in vectors(k)] for _ in range(unroll)]
+    base = chunk.a + strip * (chunk.a_nb1 * ROWS)
 
-    def add(at: Value, turn: int) -> None:
+    def add(at: Value, chain: int) -> None:
         values = [load_float(k, b_dtype, column + at * b_size).splat(n) for column in columns]
-        for first, line in zip(vectors(k), sums[turn], strict=True):
+        for first, line in zip(vectors(k), sums[chain], strict=True):
             w = load_floats(k, dtype, base + at * (ROWS * size) + first * size, n)
             for slot, x in zip(line, values, strict=True):
                 slot.set(k.fma(w, x, slot.now))
 
-    whole = place.k // turns * turns
-    with k.loop(0, whole, turns) as i:
-        for ahead in range(0, ROWS * size * turns, 64):
+    whole = chunk.k // unroll * unroll
+    with k.loop(0, whole, unroll) as i:
+        for ahead in range(0, ROWS * size * unroll, 64):
             k.prefetch(base + i * (ROWS * size) + (AHEAD + ahead))
-        for turn in range(turns):
-            add(i + turn, turn)
-    with k.loop(whole, place.k) as i:
+        for chain in range(unroll):
+            add(i + chain, chain)
+    with k.loop(whole, chunk.k) as i:
         add(i, 0)
     found = [[slot.now for slot in line] for line in sums[0]]
     for more in sums[1:]:
@@ -241,3 +238,61 @@ def _floats(
             for line, slots in zip(found, more, strict=True)
         ]
     return found
+
+
+# -- products with an epilogue ---------------------------------------------------------------------
+
+
+def with_epilogue(
+    k: Emitter,
+    dtype: str,
+    is_interleaved: bool,
+    n_rows: int,
+    n_columns: int,
+    b_dtype: str,
+    adds: Sequence[bool],
+    gate: str | None,
+) -> None:
+    """Multiply into scratch memory in the cache, then add a bias or residual, and apply a function or gate.
+
+    Arguments: those of each product; `alpha, limit` if the gate is `swiglu_oai`; `m, parts, y, nb1`; then for
+    each product the address of its result, `m` float32 per row, and if something is added its address, `nb1`.
+
+    Args:
+        k: The emitted kernel.
+        dtype: Type of the weights.
+        is_interleaved: Whether weights are in strips.
+        n_rows: Rows that are multiplied together; divides `m`.
+        n_columns: Rows of activations.
+        b_dtype: Type of the activations; float32 if the weights are quantised.
+        adds: For each product whether something is added to it.
+        gate: The gated linear unit of two products; of one a function, or `None`.
+    """
+    of = () if dtype in FORMATS else (b_dtype,)
+    for _ in adds:
+        if is_interleaved:
+            (quantized if dtype in FORMATS else floats)(k, dtype, n_columns, *of)
+        else:
+            (matvec.quantized if dtype in FORMATS else matvec.floats)(k, dtype, n_rows, n_columns, *of)
+    n = k.level.lanes
+    params = [k.float_arg().splat(n) for _ in range(2)] if gate == "swiglu_oai" else []
+    m, parts, y, y_nb1 = k.ints(4)
+    products = [(k.int_arg(), k.ints(2) if add else None) for add in adds]
+    units, part = m // n_rows, k.chunk % parts
+    first, last = units * part // parts * n_rows, units * (part + 1) // parts * n_rows
+    for c in range(n_columns):
+
+        def body(i: Value, mask: Value | None, c: int = c) -> None:
+            values = []
+            for at, added in products:
+                value = load_floats(k, "f32", at + (m * c + i) * 4, n, mask)
+                if added is not None:
+                    value = value + load_floats(k, "f32", added[0] + added[1] * c + i * 4, n, mask)
+                values.append(value)
+            if len(values) > 1:
+                result = gated(k, gate or "", values[0], values[1], params)
+            else:
+                result = FUNCTIONS[gate or "copy"](k, values[0])
+            store_floats(k, "f32", result, y + y_nb1 * c + i * 4, mask)
+
+        each_vector(k, first, last, body)

@@ -1,6 +1,7 @@
-"""Products of a quantised or float weight with few rows of activations.
+"""Products of a weight in ggml's layout with few rows of activations, as in decoding (GEMV).
 
-The activations are read once for a group of rows of the weight, whose sums stay in registers.
+Activations are read once per group of rows of the weight, whose sums stay in registers. A *run* is 32
+elements: a block of the quantised activations; the scales of a weight are those of *groups* of 16 or 32.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from llvmlite import ir
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_floats, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, I64, Value, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, ActivationLayout, parts
-from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.activations import HIGH, layout_for_rows, parts
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
     from ggmlb.backends.llvm.codegen.host import Level
     from ggmlb.backends.llvm.kernels.activations import QuantRow
-    from ggmlb.backends.llvm.kernels.blocks import Form
+    from ggmlb.backends.llvm.kernels.blocks import BlockFormat
 
 ARGS = (
     "a", "a_nb1", "a_nb2", "a_nb3", "b", "b_nb1", "b_nb2", "b_nb3",
     "y", "y_nb1", "y_nb2", "y_nb3", "k", "m", "n", "n2", "n3", "r2", "r3", "parts",
 )  # fmt: skip
-"""Arguments of all products: where the weight, the activations and the result lie, with byte strides of
-rows, matrices and batches; extents; how often the weight repeats; and chunks of a matrix."""
+"""Arguments of all products: addresses of weight, activations and result, with byte strides of rows, matrices
+and batches; extents; broadcast factors of the weight (ne12/ne02, ne13/ne03); and chunks per matrix."""
 
 
 class MatChunk:
-    """A chunk of a product: its matrix, and its part of the weight's rows.
+    """A chunk of a product: a matrix, and a range of the weight's rows.
 
     Attributes:
         a: Address of the weight's matrix.
@@ -38,7 +39,7 @@ class MatChunk:
         k: Elements of a row.
         m: Rows.
         n: Rows of activations.
-        step: Byte stride of these; `None` if they are not evenly spaced.
+        step: Byte stride of the rows of activations; `None` if they are not evenly spaced.
         first: First unit of the chunk.
         last: End of its units (exclusive).
     """
@@ -60,30 +61,30 @@ class MatChunk:
         self.step = p["b_nb1"]
 
     def column(self, c: Value | int) -> Value:
-        """Address of the row `c` of activations."""
+        """Address of row `c` of the activations."""
         return self.b + self.args["b_nb1"] * c
 
     def result(self, c: Value | int) -> Value:
-        """Address of its result."""
+        """Address of row `c` of the result."""
         return self.y + self.args["y_nb1"] * c
 
 
 AHEAD = 2048
-"""Prefetch distance [bytes], because processors follow few streams at once."""
+"""Prefetch distance [bytes]: there are more rows than streams that a processor prefetches by itself."""
 
-CHOSEN_ARGS = (
+EXPERT_ARGS = (
     "a", "a_nb1", "a_nb2", "b", "b_nb1", "b_nb2", "b_ne1", "y", "y_nb1", "y_nb2",
     "k", "m", "n_used", "parts", "starts", "order",
 )  # fmt: skip
-"""Arguments of products with chosen matrices: `order` has the numbers of tokens' choices, sorted by matrix,
-and `starts` where those of each matrix begin."""
+"""Arguments of mul_mat_id: `order` has the numbers of the (token, expert) pairs, sorted by expert, and
+`starts` where those of each expert begin."""
 
 
-class Chosen(MatChunk):
-    """A chunk of a product with chosen matrices (mul_mat_id)."""
+class ExpertChunk(MatChunk):
+    """A chunk of mul_mat_id: an expert, a range of its rows, and all tokens that selected it."""
 
     def __init__(self, k: Emitter, unit: int) -> None:
-        p = dict(zip(CHOSEN_ARGS, k.ints(len(CHOSEN_ARGS)), strict=True))
+        p = dict(zip(EXPERT_ARGS, k.ints(len(EXPERT_ARGS)), strict=True))
         self.args, self._kernel = p, k
         matrix, part = k.chunk // p["parts"], k.chunk % p["parts"]
         self._begin = k.load(I64, p["starts"] + matrix * 8)
@@ -94,25 +95,25 @@ class Chosen(MatChunk):
         self.first = units * part // p["parts"]
         self.last = units * (part + 1) // p["parts"]
 
-    def _choice(self, c: Value | int) -> tuple[Value, Value]:
-        """Return the token and the index of its choice."""
+    def _pair(self, c: Value | int) -> tuple[Value, Value]:
+        """Return the token, and which of its experts this is."""
         number = self._kernel.load(I64, self.args["order"] + (self._begin + c) * 8)
         return number // self.args["n_used"], number % self.args["n_used"]
 
     def column(self, c: Value | int) -> Value:
-        """Address of the row `c` of activations."""
-        token, use = self._choice(c)
+        """Address of row `c` of the activations."""
+        token, use = self._pair(c)
         p = self.args
         return p["b"] + use % p["b_ne1"] * p["b_nb1"] + token * p["b_nb2"]
 
     def result(self, c: Value | int) -> Value:
-        """Address of its result."""
-        token, use = self._choice(c)
+        """Address of row `c` of the result."""
+        token, use = self._pair(c)
         return self.args["y"] + use * self.args["y_nb1"] + token * self.args["y_nb2"]
 
 
-def sort(k: Emitter) -> None:
-    """Sort choices by matrix: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`."""
+def sort_experts(k: Emitter) -> None:
+    """Sort pairs by expert: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`."""
     ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step = k.ints(10)
     ends = starts + 8  # while counting, the place of each matrix is its successor's
     n = n_used * n_tokens
@@ -145,13 +146,7 @@ def sort(k: Emitter) -> None:
 
 
 UNIT = 256
-"""Elements of a row that are multiplied at a time: one block, or eight."""
-
-
-def layout(dtype: str, level: Level) -> ActivationLayout:
-    """How the activations beside blocks lie; see `Form.pair`."""
-    form = FORMS[dtype]
-    return ActivationLayout(form.wide, form.group, in_turns=_lanes(level) == 8)
+"""Elements of a row that are multiplied per iteration: one block of 256, or eight of 32."""
 
 
 def _lanes(level: Level) -> int:
@@ -159,80 +154,80 @@ def _lanes(level: Level) -> int:
 
 
 def quantized(k: Emitter, dtype: str, n_rows: int, n_columns: int) -> None:
-    """Multiply blocks with activations as bytes; `n_columns` rows of activations."""
-    place = MatChunk(k, n_rows)
-    with k.loop(place.first, place.last) as group:
-        row = k.least(group * n_rows, place.m - n_rows)  # the last group may do rows again
-        _blocks(k, dtype, place, row, n_rows, list(range(n_columns)))
+    """Multiply quantised rows with `n_columns` rows of quantised activations."""
+    chunk = MatChunk(k, n_rows)
+    with k.loop(chunk.first, chunk.last) as group:
+        row = k.least(group * n_rows, chunk.m - n_rows)  # the last group may repeat rows
+        _blocks(k, dtype, chunk, row, n_rows, list(range(n_columns)))
 
 
 def floats(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str = "f32") -> None:
-    """Multiply floats with float activations."""
-    place = MatChunk(k, n_rows)
-    with k.loop(place.first, place.last) as group:
-        row = k.least(group * n_rows, place.m - n_rows)
-        _float_rows(k, (dtype, b_dtype), place, row, n_rows, list(range(n_columns)))
+    """Multiply rows of floats with float activations."""
+    chunk = MatChunk(k, n_rows)
+    with k.loop(chunk.first, chunk.last) as group:
+        row = k.least(group * n_rows, chunk.m - n_rows)
+        _float_rows(k, (dtype, b_dtype), chunk, row, n_rows, list(range(n_columns)))
 
 
-def chosen(k: Emitter, dtype: str, n_rows: int, b_dtype: str) -> None:
-    """Multiply the chosen matrices with activations, one row of them at a time; see `Chosen`."""
-    place = Chosen(k, n_rows)
-    with k.loop(0, place.n) as column, k.loop(place.first, place.last) as group:
-        row = k.least(group * n_rows, place.m - n_rows)
-        if dtype in FORMS:
-            _blocks(k, dtype, place, row, n_rows, [column])
+def expert_rows(k: Emitter, dtype: str, n_rows: int, b_dtype: str) -> None:
+    """Multiply the experts' matrices with one row of activations at a time (mul_mat_id)."""
+    chunk = ExpertChunk(k, n_rows)
+    with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as group:
+        row = k.least(group * n_rows, chunk.m - n_rows)
+        if dtype in FORMATS:
+            _blocks(k, dtype, chunk, row, n_rows, [column])
         else:
-            _float_rows(k, (dtype, b_dtype), place, row, n_rows, [column])
+            _float_rows(k, (dtype, b_dtype), chunk, row, n_rows, [column])
 
 
 def _float_rows(
     k: Emitter,
     types: tuple[str, str],
-    place: MatChunk,
+    chunk: MatChunk,
     row: Value,
     n_rows: int,
     columns: Sequence[Value | int],
 ) -> None:
-    weights = [place.a + (row + r) * place.a_nb1 for r in range(n_rows)]
-    found = _floats(k, *types, weights, [place.column(c) for c in columns], place.k)
+    weights = [chunk.a + (row + r) * chunk.a_nb1 for r in range(n_rows)]
+    found = _floats(k, *types, weights, [chunk.column(c) for c in columns], chunk.k)
     for r, line in enumerate(found):
         for c, value in zip(columns, line, strict=True):
-            k.store(value, place.result(c) + (row + r) * 4)
+            k.store(value, chunk.result(c) + (row + r) * 4)
 
 
 def _blocks(
-    k: Emitter, dtype: str, place: MatChunk, row: Value, n_rows: int, columns: Sequence[Value | int]
+    k: Emitter, dtype: str, chunk: MatChunk, row: Value, n_rows: int, columns: Sequence[Value | int]
 ) -> None:
-    """Write the products of rows of blocks, from `row` on, with rows of bytes."""
-    form, n = FORMS[dtype], _lanes(k.level)
-    activations = [parts(place.column(c), place.k, layout(dtype, k.level)) for c in columns]
+    """Write the products of quantised rows, from `row` on, with rows of quantised activations."""
+    form, n = FORMATS[dtype], _lanes(k.level)
+    activations = [parts(chunk.column(c), chunk.k, layout_for_rows(dtype, k.level)) for c in columns]
     floats, line = vec(F32, n), 4 * n * len(columns)
-    base, n_runs = place.a + row * place.a_nb1, UNIT // 32
+    base, n_runs = chunk.a + row * chunk.a_nb1, UNIT // 32
     sums = k.local(n_rows * line)
     for at in range(0, n_rows * line, 4 * n):
         k.store(k.const(floats, 0), sums + at)
 
     def add(run: Value, count: int, to_later: Value | None = None) -> None:
-        """Add products of some runs, from an even number on, for each row: in a loop, to hold but one."""
-        runs = [_Runs.of(k, form, x, run, count) for x in activations]
+        """Add products of some runs, from an even number on; a loop over rows keeps one row in registers."""
+        runs = [_ActivationRuns.of(k, form, x, run, count) for x in activations]
         with k.loop(0, n_rows) as r:
-            start = base + r * place.a_nb1 + (run * 32) // form.block * form.nbytes
+            start = base + r * chunk.a_nb1 + (run * 32) // form.block * form.nbytes
             blocks = [start + i * form.nbytes for i in range(max(1, count * 32 // form.block))]
             slots = [k.variable(k.load(floats, sums + r * line + 4 * n * c)) for c in range(len(columns))]
             _add_runs(k, form, blocks, runs, slots)
             for c, slot in enumerate(slots):
                 k.store(slot.now, sums + r * line + 4 * n * c)
-            if to_later is not None:  # at the end, as LLVM moves no reading over it
+            if to_later is not None:  # at the end, because LLVM moves no load across a prefetch
                 for ahead in range(0, len(blocks) * form.nbytes, 64):
                     k.prefetch(start + to_later + ahead)
 
-    whole, unit_nbytes = place.k // UNIT, UNIT // form.block * form.nbytes
-    ahead, next_rows = -(-AHEAD // unit_nbytes), place.a_nb1 * (n_rows - 1)
+    whole, unit_nbytes = chunk.k // UNIT, UNIT // form.block * form.nbytes
+    ahead, next_rows = -(-AHEAD // unit_nbytes), chunk.a_nb1 * (n_rows - 1)
     with k.loop(0, whole) as unit:
         later = k.select(unit + ahead < whole, k.i64(0), next_rows)
         add(unit * n_runs, n_runs, later + ahead * unit_nbytes)
     if form.block < UNIT:
-        last = (place.k >> 5) - 1
+        last = (chunk.k >> 5) - 1
         with k.loop(whole * n_runs, last, 2) as run:
             add(run, 2)
         with k.when((last & 1).equals(0)):
@@ -240,20 +235,20 @@ def _blocks(
     with k.loop(0, n_rows) as r:
         for c, column in enumerate(columns):
             value = total(k, k.load(floats, sums + r * line + 4 * n * c))
-            k.store(value, place.result(column) + (row + r) * 4)
+            k.store(value, chunk.result(column) + (row + r) * 4)
 
 
-class _Runs(NamedTuple):
-    """Runs of a row of activations, from an even number on.
+class _ActivationRuns(NamedTuple):
+    """Runs of a row of quantised activations, from an even number on.
 
     Attributes:
         codes: Address of the codes.
         sums: Address of the sums.
         n: Number of runs.
-        factors: The scales: a vector for the groups of a weight; or, where weights have whole scales, one for
+        factors: The scales: a vector for the groups of a weight; or, where those have integer scales, one for
             each pair of runs.
-        starts: Where sums of products with signed codes start, for each vector of activations.
-        high: Address of the high parts, and whether there are any; `None` if there can be none.
+        starts: Initial values of sums of products with signed codes, for each vector of activations.
+        high: Address of the high parts, and whether there are any; `None` if the layout has none.
     """
 
     codes: Value
@@ -264,7 +259,7 @@ class _Runs(NamedTuple):
     high: tuple[Value, Value] | None
 
     @classmethod
-    def of(cls, k: Emitter, form: Form, x: QuantRow, run: Value, count: int) -> _Runs:
+    def of(cls, k: Emitter, form: BlockFormat, x: QuantRow, run: Value, count: int) -> _ActivationRuns:
         """Return `count` runs of a row, from number `run` on."""
         scales, half, high = k.load(vec(F32, count), x.scales + run * 4), _lanes(k.level) // 2, None
         if _in_ints(k, form):
@@ -278,8 +273,8 @@ class _Runs(NamedTuple):
         return cls(codes, sums, count, factors, _starts(k, form, codes, count), high)
 
 
-def _starts(k: Emitter, form: Form, x: Value, count: int) -> list[Value]:
-    """Where sums of products with signed codes start, for each vector of some runs; none of other codes."""
+def _starts(k: Emitter, form: BlockFormat, x: Value, count: int) -> list[Value]:
+    """Initial values of sums of products with signed codes, for each vector; none for unsigned codes."""
     n = _lanes(k.level)
     if form.offset is not None:
         return []
@@ -288,15 +283,15 @@ def _starts(k: Emitter, form: Form, x: Value, count: int) -> list[Value]:
     ]
 
 
-def _in_ints(k: Emitter, form: Form) -> bool:
-    """Whether products are multiplied by whole scales: where they are added up by multiplying them."""
+def _in_ints(k: Emitter, form: BlockFormat) -> bool:
+    """Whether products are multiplied by integer scales: AVX2 does so in the instruction that adds pairs."""
     return form.whole is not None and k.level.dot == "maddubs"
 
 
 def _add_runs(
-    k: Emitter, form: Form, blocks: list[Value], columns: list[_Runs], slots: list[Variable]
+    k: Emitter, form: BlockFormat, blocks: list[Value], columns: list[_ActivationRuns], slots: list[Variable]
 ) -> None:
-    """Add products of a row's runs to sums in lanes, one for each column."""
+    """Add products of a row's runs to sums in lanes, for each row of activations."""
     n, count = _lanes(k.level), columns[0].n
     pairs = [form.pair(k, blocks if count > 1 else 2 * blocks, i, 4 * n) for i in range(-(-count // 2))]
     if form.whole is not None and _in_ints(k, form):
@@ -304,14 +299,14 @@ def _add_runs(
         for x, slot in zip(columns, slots, strict=True):
             if m is not None and minimums is not None:
                 slot.set(k.fma(_of_groups(k, minimums.to_float(), x, n), m.splat(n), slot.now))
-            found = _whole_sums(k, form, pairs, x, ints)
+            found = _int_scaled_sums(k, form, pairs, x, ints)
             if form.offset:
                 offset = k.const(found.type, -form.offset)
                 found = k.fma(_of_groups(k, ints.to_float(), x, n), offset, found)
             slot.set(k.fma(found, d.splat(n), slot.now))
         return
     scales, minimums = form.scales(k, blocks)
-    if form.offset:  # what it takes away is a minimum
+    if form.offset:  # subtracting an offset is adding a minimum
         minimums = scales * float(-form.offset)
     for x, slot in zip(columns, slots, strict=True):
         if minimums is not None:
@@ -324,8 +319,8 @@ def _add_runs(
                 _add_pairs(k, form, pairs, x.high[0], starts, factors * float(HIGH), slot)
 
 
-def _of_groups(k: Emitter, numbers: Value, x: _Runs, n: int, sum_: Value | None = None) -> Value:
-    """The products of a number for each group with the sum of the activations there, in `n` lanes."""
+def _of_groups(k: Emitter, numbers: Value, x: _ActivationRuns, n: int, sum_: Value | None = None) -> Value:
+    """A number of each group times the group's sum of activations, in `n` lanes."""
     n_groups = numbers.type.count
     sums = k.load(vec(F32, n_groups), x.sums)
     for first in range(0, n_groups, n):
@@ -337,24 +332,26 @@ def _of_groups(k: Emitter, numbers: Value, x: _Runs, n: int, sum_: Value | None 
 
 
 def _add_pairs(
-    k: Emitter, form: Form, pairs: list[list[Value]], x: Value, starts: list[Value], factors: Value,
+    k: Emitter, form: BlockFormat, pairs: list[list[Value]], x: Value, starts: list[Value], factors: Value,
     slot: Variable,
 ) -> None:  # fmt: skip
-    """Add products of pairs of runs with signed bytes, by their address, times a number for each group."""
+    """Add products of pairs of runs with activations at an address, times a factor of each group."""
     for i, weights in enumerate(pairs):
-        for lanes, products in _meeting(k, form, i, weights, x, starts).items():
+        for lanes, products in _operands(k, form, i, weights, x, starts).items():
             found = _sum(k, form, products).to_float()
             slot.set(k.fma(found, factors.shuffle(lanes), slot.now))
 
 
-def _whole_sums(k: Emitter, form: Form, pairs: list[list[Value]], x: _Runs, ints: Value) -> Value:
-    """The products of pairs of runs, times an integer for each group, summed up in lanes."""
+def _int_scaled_sums(
+    k: Emitter, form: BlockFormat, pairs: list[list[Value]], x: _ActivationRuns, ints: Value
+) -> Value:
+    """The products of pairs of runs, times the integer scale of each group, summed in lanes."""
     half, sums = _lanes(k.level) // 2, k.variable(k.const(vec(F32, _lanes(k.level)), 0))
-    # The integers of two pairs in both halves of a vector, so that one instruction lays them in lanes.
+    # The integers of two pairs in both halves of a vector, so that one shuffle spreads them over lanes.
     of_two = [k.opaque(ints.shuffle([*range(i, i + 8)] * 2)) for i in (0, 8)]
     for i, (weights, factor) in enumerate(zip(pairs, x.factors, strict=True)):
         found = []
-        for lanes, products in _meeting(k, form, i, weights, x.codes, x.starts).items():
+        for lanes, products in _operands(k, form, i, weights, x.codes, x.starts).items():
             places = [g % 8 + j // half * 8 for j, g in enumerate(lanes) for _ in range(2)]
             found.append(_sum(k, form, products, of_two[i // 2].shuffle(places)))
         sums.set(k.fma(sum(found[1:], found[0]).to_float(), factor, sums.now))
@@ -362,17 +359,17 @@ def _whole_sums(k: Emitter, form: Form, pairs: list[list[Value]], x: _Runs, ints
 
 
 class _Product(NamedTuple):
-    """Codes, the signed bytes that they meet, and where the sum of signed codes' products starts."""
+    """Codes, the activations to multiply, and the initial value of the sum of signed codes' products."""
 
     w: Value
     x: Value
     start: Value | None
 
 
-def _meeting(
-    k: Emitter, form: Form, pair: int, weights: list[Value], x: Value, starts: list[Value]
+def _operands(
+    k: Emitter, form: BlockFormat, pair: int, weights: list[Value], x: Value, starts: list[Value]
 ) -> dict[tuple[int, ...], list[_Product]]:
-    """Vectors of a pair's codes and what they meet, by the groups of what is in their lanes."""
+    """Vectors of a pair's codes with their activations, by the group of each lane."""
     half = _lanes(k.level) // 2
     found: dict[tuple[int, ...], list[_Product]] = {}
     for h, w in enumerate(weights):
@@ -383,8 +380,8 @@ def _meeting(
     return found
 
 
-def _sum(k: Emitter, form: Form, products: Sequence[_Product], scale: Value | None = None) -> Value:
-    """The sum of products of codes, as they are, with signed bytes."""
+def _sum(k: Emitter, form: BlockFormat, products: Sequence[_Product], scale: Value | None = None) -> Value:
+    """The sum of products of stored codes with activations."""
     most = form.most + (form.offset or 0)
     starts = [p.start for p in products if p.start is not None]
     start = sum(starts[1:], starts[0]) if starts else None
@@ -395,7 +392,7 @@ def _sum(k: Emitter, form: Form, products: Sequence[_Product], scale: Value | No
 
 
 def _filled(k: Emitter, v: Value, n: int) -> Value:
-    """A vector of at least `n` lanes, the others 0."""
+    """The vector, padded with zeros to at least `n` lanes."""
     given = v.type.count
     if given >= n:
         return v
@@ -405,31 +402,31 @@ def _filled(k: Emitter, v: Value, n: int) -> Value:
 def _floats(
     k: Emitter, dtype: str, b_dtype: str, weights: list[Value], columns: list[Value], size: Value
 ) -> list[list[Value]]:
-    """Return the products of rows of floats, by address."""
+    """Return the products of rows of floats at these addresses."""
     lanes = k.level.lanes
     n_sums = len(weights) * len(columns)
-    turns = 4 if n_sums == 1 else 2 if n_sums <= 8 else 1  # independent sums hide the latency of additions
+    unroll = 4 if n_sums == 1 else 2 if n_sums <= 8 else 1  # independent sums hide the latency of additions
     zero = k.const(vec(F32, lanes), 0)
-    sums = [[[k.variable(zero) for _ in columns] for _ in weights] for _ in range(turns)]
+    sums = [[[k.variable(zero) for _ in columns] for _ in weights] for _ in range(unroll)]
 
-    def add(at: Value, turn: int, mask: Value | None = None) -> None:
+    def add(at: Value, chain: int, mask: Value | None = None) -> None:
         x = [load_floats(k, b_dtype, column + at * SIZES[b_dtype], lanes, mask) for column in columns]
-        for row, line in zip(weights, sums[turn], strict=True):
+        for row, line in zip(weights, sums[chain], strict=True):
             w = load_floats(k, dtype, row + at * SIZES[dtype], lanes, mask)
             for slot, of in zip(line, x, strict=True):
                 slot.set(k.fma(w, of, slot.now))
 
-    whole = size // (lanes * turns) * (lanes * turns)
-    with k.loop(0, whole, lanes * turns) as i:
+    whole = size // (lanes * unroll) * (lanes * unroll)
+    with k.loop(0, whole, lanes * unroll) as i:
         for row in weights:
-            for ahead in range(0, lanes * turns * SIZES[dtype], 64):
+            for ahead in range(0, lanes * unroll * SIZES[dtype], 64):
                 k.prefetch(row + i * SIZES[dtype] + (AHEAD + ahead))
-        for turn in range(turns):
-            add(i + lanes * turn, turn)
+        for chain in range(unroll):
+            add(i + lanes * chain, chain)
     with k.loop(whole, size, lanes) as i:
         add(i, 0, k.first_lanes(lanes, size - i))
-    for turn in range(1, turns):
-        for line, more in zip(sums[0], sums[turn], strict=True):
+    for chain in range(1, unroll):
+        for line, more in zip(sums[0], sums[chain], strict=True):
             for slot, other in zip(line, more, strict=True):
                 slot.set(slot.now + other.now)
     return [[total(k, slot.now) for slot in line] for line in sums[0]]

@@ -7,46 +7,46 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, exp, greatest, load_floats, store_floats, total
 from ggmlb.backends.llvm.codegen.value import F32, Value, vec
-from ggmlb.backends.llvm.kernels.walk import lanes, rows
+from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.kernels.walk import RowPart
+    from ggmlb.backends.llvm.kernels.row_loop import RowPart
 
 
 def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Value]) -> Value:
     """The sum over the row of `term(i, mask)`, which is 0 where the mask is not set."""
-    n, turns = k.level.lanes, 4
-    sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(turns)]
-    whole = row.n // (n * turns) * (n * turns)
-    with k.loop(0, whole, n * turns) as i:
+    n, unroll = k.level.lanes, 4
+    sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(unroll)]
+    whole = row.n // (n * unroll) * (n * unroll)
+    with k.loop(0, whole, n * unroll) as i:
         for j, s in enumerate(sums):
             s.set(s.now + term(i + n * j, None))
 
     def body(i: Value, mask: Value | None) -> None:
         sums[0].set(sums[0].now + term(i, mask))
 
-    lanes(k, whole, row.n, body)
+    each_vector(k, whole, row.n, body)
     return total(k, (sums[0].now + sums[1].now) + (sums[2].now + sums[3].now))
 
 
 def normalise(
     k: Emitter, kind: str, dtypes: Sequence[str], factors: int, added: bool = False, kept: bool = False
 ) -> None:
-    """Normalise rows: `eps`, and the walk of `y, x`, then `b` if `added`, `s` if `kept`, then the factors.
+    """Normalise rows: `eps`, and the loop over `y, x`, then `b` if `added`, `s` if `kept`, then the factors.
 
     Args:
         k: The emitted kernel.
         kind: `norm`, `rms_norm` or `l2_norm`.
         dtypes: Of `y` and `x`.
-        factors: 1: the result is multiplied with rows of float32; 2: then others are added to it.
+        factors: 1: the result is multiplied by rows of float32; 2: then others are added to it.
         added: Whether the sum of `x` and `b` is normalised; all are float32 then.
-        kept: Whether the sum is written, to `s`.
+        kept: Whether the sum is also written, to `s`.
     """
     out, src = dtypes
     n = k.level.lanes
     eps = k.float_arg()
-    with rows(k, 2 + factors + added + kept) as row:
+    with each_row(k, 2 + factors + added + kept) as row:
         if kept:
             _add(k, row)
 
@@ -87,32 +87,32 @@ def normalise(
                 value = value + other if j else value * other
             store_floats(k, out, value, row.at[0] + i * SIZES[out], mask)
 
-        lanes(k, row.start, row.stop, write)
+        each_vector(k, row.start, row.stop, write)
 
 
 def _add(k: Emitter, row: RowPart) -> None:
-    """Write the sum of the second and the third operand to the fourth, which takes the second's place."""
+    """Write the sum of operands 1 and 2 to operand 3, which then replaces operand 1."""
     n = k.level.lanes
 
     def body(i: Value, mask: Value | None) -> None:
         a, b = (load_floats(k, "f32", row.at[j] + i * 4, n, mask) for j in (1, 2))
         store_floats(k, "f32", a + b, row.at[3] + i * 4, mask)
 
-    lanes(k, row.start, row.stop, body)
+    each_vector(k, row.start, row.stop, body)
     row.at[1] = row.at[3]
 
 
 def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
-    """`scale, slopes, sinks, mask, nb1, nb2, nb3, ne2, ne3`, and the walk of `y, x`."""
+    """Soft max of rows: `scale, slopes, sinks, mask, nb1, nb2, nb3, ne2, ne3`, and the loop over `y, x`."""
     n = k.level.lanes
     scale = k.float_arg().splat(n)
     slopes, sinks, mask_at, nb1, nb2, nb3, ne2, ne3 = k.ints(8)
-    with rows(k, 2) as row:
+    with each_row(k, 2) as row:
         i1, i2, i3 = row.place
         bias = mask_at + i1 * nb1 + i2 % ne2 * nb2 + i3 % ne3 * nb3
         slope = k.load(F32, slopes + i2 * 4).splat(n)
         infinity = float("-inf")
-        top = k.variable(k.const(vec(F32, n), infinity))
+        maximum = k.variable(k.const(vec(F32, n), infinity))
 
         def logits(i: Value, mask: Value | None) -> Value:
             z = load_floats(k, "f32", row.at[1] + i * 4, n, mask) * scale
@@ -122,18 +122,18 @@ def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
 
         def highest(i: Value, mask: Value | None) -> None:
             z = logits(i, mask)
-            top.set(k.maximum(top.now, z if mask is None else k.select(mask, z, infinity)))
+            maximum.set(k.maximum(maximum.now, z if mask is None else k.select(mask, z, infinity)))
 
-        lanes(k, row.start, row.stop, highest)
-        most = greatest(k, top.now)
+        each_vector(k, row.start, row.stop, highest)
+        row_max = greatest(k, maximum.now)
         if has_sinks:
             sink = k.load(F32, sinks + i2 * 4)
-            most = k.maximum(most, sink)
-        level = most.splat(n)
+            row_max = k.maximum(row_max, sink)
+        subtracted = row_max.splat(n)
         sums, last = (k.variable(k.const(vec(F32, n), 0)) for _ in range(2))
 
         def powers(i: Value, mask: Value | None) -> None:
-            e = exp(k, logits(i, mask) - level)
+            e = exp(k, logits(i, mask) - subtracted)
             if mask is None:
                 k.store(e, row.at[0] + i * 4)
             else:
@@ -141,24 +141,24 @@ def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
                 last.set(e)
             sums.set(sums.now + e)
 
-        lanes(k, row.start, row.stop, powers)
+        each_vector(k, row.start, row.stop, powers)
         sum_ = total(k, sums.now)
         if has_sinks:
-            sum_ = sum_ + exp(k, (sink - most).splat(n))[0]
-        factor = (1.0 / sum_).splat(n)
+            sum_ = sum_ + exp(k, (sink - row_max).splat(n))[0]
+        inv_sum = (1.0 / sum_).splat(n)
 
         def scaled(i: Value, mask: Value | None) -> None:
             at = row.at[0] + i * 4
             if mask is None:
-                k.store(k.load(vec(F32, n), at) * factor, at)
+                k.store(k.load(vec(F32, n), at) * inv_sum, at)
             else:
-                _store_first(k, last.now * factor, at, row.stop - i)
+                _store_first(k, last.now * inv_sum, at, row.stop - i)
 
-        lanes(k, row.start, row.stop, scaled)
+        each_vector(k, row.start, row.stop, scaled)
 
 
 def _store_first(k: Emitter, value: Value, address: Value, count: Value) -> None:
-    """Write the first lanes without a masked store, which would delay later reads of the next row."""
+    """Write the first lanes without a masked store, which would stall loads from the same lines."""
     rest, to, n = k.variable(value), k.variable(address), value.type.count
     while n > 1:
         n //= 2

@@ -1,8 +1,8 @@
-"""Sums of outer products (out_prod), as gradients of products are: of weights of any type, in strips too.
+"""Sums of outer products (out_prod), the gradients of products: of weights of any type, also in strips.
 
-A thread unpacks some elements of `DEPTH` rows of the first operand as float32 into its own memory, and
-multiplies them with all columns of the second; sums stay in registers, and are then added to those of the
-rows before.
+A thread dequantises some elements of `DEPTH` rows of the first operand into its scratch memory, and
+multiplies them by all columns of the second; sums are kept in registers, and then added to the result of
+earlier rows.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I32, Value, vec
-from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES
 from ggmlb.backends.llvm.kernels.convert import convert
-from ggmlb.backends.llvm.kernels.float_tiles import add_written, columns_at_once
+from ggmlb.backends.llvm.kernels.float_tiles import add_result, columns_at_once
 from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of
 from ggmlb.backends.llvm.kernels.interleaved import lanes as rows_of_vector
-from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, store, transposed
 
 if TYPE_CHECKING:
@@ -28,15 +27,15 @@ ARGS = (
     "y", "y_nb1", "y_nb2", "y_nb3", "n", "m", "depth", "n2", "n3", "r2", "r3", "parts", "bands",
     "scratch", "nbytes",
 )  # fmt: skip
-"""Where the operands and the result lie, with byte strides; elements of their rows, and rows that are summed;
-matrices, and how often those of `a` repeat; chunks of a matrix along `n`, and along `m`; scratch memory of
-each thread."""
+"""Addresses of operands and result, with byte strides; extents of the result, and rows that are summed;
+matrices, and broadcast factors of `a`; chunks of a matrix along `n`, and along `m`; scratch memory, and its
+size per thread."""
 
 
 def unit(level: Level, dtype: str, n: int) -> int:
-    """Elements of a row that are unpacked together: whole blocks, and whole vectors."""
-    if dtype in FORMS:
-        return max(FORMS[dtype].block, 2 * level.lanes)
+    """Elements of a row that are dequantised together: whole blocks, and whole vectors."""
+    if dtype in FORMATS:
+        return max(FORMATS[dtype].block, 2 * level.lanes)
     least = max(8, level.lanes)
     return least if n <= least else 2 * least
 
@@ -47,14 +46,14 @@ def scratch_nbytes(unit: int) -> int:
 
 
 BAND = 32
-"""Columns of the second operand, in those that meet a tile together, that stay in a cache meanwhile."""
+"""Columns of the second operand that stay in the cache, in multiples of those multiplied at once."""
 
 
-class _Place:
-    """A chunk: its matrix, its part of the rows of the result, and its columns.
+class _OutProdChunk:
+    """A chunk: a matrix, a part of the rows of the result, and a range of columns.
 
     Attributes:
-        m: Elements of a row of the result, which a tile has side by side.
+        m: Elements of a row of the result.
         n: End of the chunk's rows of the result.
     """
 
@@ -81,21 +80,21 @@ def out_prod(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, unit: int, b_steps: tuple[int, int]
 ) -> None:
     """Sum outer products: `ARGS`; `b_steps` are `b_nb0` and `b_nb1`, each where it is an element, else 0."""
-    place, n, n_columns = _Place(k, unit), k.level.lanes, columns_at_once(k.level)
-    p, n_vectors, band = place.args, min(2, unit // n), BAND * n_columns
+    chunk, n, n_columns = _OutProdChunk(k, unit), k.level.lanes, columns_at_once(k.level)
+    p, n_vectors, band = chunk.args, min(2, unit // n), BAND * n_columns
     packed = p["scratch"] + k.thread * p["nbytes"]
     across, along = (step or p[name] for step, name in zip(b_steps, ("b_nb0", "b_nb1"), strict=True))
     zero = k.const(vec(F32, n), 0)
-    with k.loop(0, place.depth, DEPTH) as begin:
-        count = k.least(place.depth - begin, DEPTH)
-        with k.loop(place.start, place.n, band) as left, k.loop(place.first, place.last) as number:
+    with k.loop(0, chunk.depth, DEPTH) as begin:
+        count = k.least(chunk.depth - begin, DEPTH)
+        with k.loop(chunk.start, chunk.n, band) as left, k.loop(chunk.first, chunk.last) as number:
             first = number * unit
-            end, right = k.least(first + unit, place.m), k.least(left + band, place.n)
+            end, right = k.least(first + unit, chunk.m), k.least(left + band, chunk.n)
             if is_interleaved:
-                _unpack_strips(k, dtype, place, (begin, count), (first, end), packed, unit)
+                _unpack_strips(k, dtype, chunk, (begin, count), (first, end), packed, unit)
             else:
                 with k.loop(0, count) as i:
-                    row = place.a + (begin + i) * p["a_nb1"]
+                    row = chunk.a + (begin + i) * p["a_nb1"]
                     convert(k, "f32", dtype, packed + i * (4 * unit) - first * 4, row, first, end)
             with k.loop(first, end, n_vectors * n) as at, k.loop(left, right, n_columns) as column:
                 sums = [[k.variable(zero) for _ in range(n_columns)] for _ in range(n_vectors)]
@@ -112,33 +111,33 @@ def out_prod(
                                 slot = sums[v][c]
                                 slot.set(k.fma(weights[v], factor, slot.now))
 
-                b = place.b + begin * along
-                # Addresses at fixed distances are found faster; beyond the last column, it is read again.
-                with k.build.if_else((column + n_columns <= place.n).raw) as (whole, partly):
+                b = chunk.b + begin * along
+                # Addresses at fixed distances are cheaper; columns beyond the last one read the last.
+                with k.build.if_else((column + n_columns <= chunk.n).raw) as (whole, partly):
                     with whole:
                         multiply([b + column * across + c * across for c in range(n_columns)])
                     with partly:
-                        multiply([b + k.least(column + c, place.n - 1) * across for c in range(n_columns)])
+                        multiply([b + k.least(column + c, chunk.n - 1) * across for c in range(n_columns)])
                 with k.when(begin > 0):
-                    add_written(k, sums, place, at, column)
-                store(k, [[s.now for s in row] for row in sums], place, at, (column, left))
+                    add_result(k, sums, chunk, at, column)
+                store(k, [[s.now for s in row] for row in sums], chunk, at, (column, left))
 
 
 def _unpack_strips(
     k: Emitter,
     dtype: str,
-    place: _Place,
+    chunk: _OutProdChunk,
     rows: tuple[Value, Value],
     elements: tuple[Value, Value],
     packed: Value,
     unit: int,
 ) -> None:
-    """Unpack elements of whole strips of rows: the first row and their number; elements from and below."""
+    """Dequantise a range of elements of rows in strips, given the first row and their number."""
     (begin, count), n = rows, rows_of_vector(k.level)
     unpack = _unpack_floats if dtype in SIZES else _unpack_blocks
     with k.loop(0, count, n) as i:
         row = begin + i
-        strip = place.a + row // ROWS * ROWS * place.args["a_nb1"]
+        strip = chunk.a + row // ROWS * ROWS * chunk.args["a_nb1"]
         unpack(k, dtype, strip, row % ROWS, elements, packed + i * (4 * unit) - elements[0] * 4, 4 * unit)
 
 
@@ -150,14 +149,14 @@ def _unpack_floats(
     with k.loop(first, end, n) as i:
         # Beyond the last element the last one is read again.
         places = [at + k.least(i + j, end - 1) * (ROWS * size) for j in range(n)]
-        columns = [load_floats(k, dtype, place, n) for place in places]
+        columns = [load_floats(k, dtype, chunk, n) for chunk in places]
         _store_rows(k, columns, to + i * 4, step)
 
 
 def _unpack_blocks(
     k: Emitter, dtype: str, strip: Value, row: Value, elements: tuple[Value, Value], to: Value, step: int
 ) -> None:
-    n, form = rows_of_vector(k.level), FORMS[dtype]
+    n, form = rows_of_vector(k.level), FORMATS[dtype]
     with k.loop(elements[0] // form.block, elements[1] // form.block) as block:
         at = Interleaved(k, fields_of(dtype), strip, block, row)
         runs, scales = form.codes(k, at), SCALES[dtype](at)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: a token's angles are computed once for all heads; pairs rotate in vectors."""
+"""Rotary position embedding: the angles of a token are computed once for all its heads."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def rope(
     Args:
         k: The emitted kernel.
         dtypes: Of `y` and `x`.
-        width: Pairs that are turned together; divides their number.
-        interleaved: Whether the two of a pair are neighbours; else they are `pairs` apart.
-        has_factors: Whether angles are divided by factors.
-        channels: Whether each pair has its own of several positions.
-        index: The type of numbers that say to which of `y`'s rows a token goes, if not to its own.
+        width: Pairs per vector; divides their number.
+        interleaved: Whether the elements of a pair are neighbours; else they are `pairs` apart (NeoX).
+        has_factors: Whether angles are divided by frequency factors.
+        channels: Whether each pair uses one of several positions (M-RoPE).
+        index: Type of the row indices of a fused `set_rows`; `None`: a token is written to its own row.
     """
     out, src = dtypes
     magnitude, direction = k.float_arg().splat(width), k.float_arg().splat(width)
@@ -44,7 +44,7 @@ def rope(
     positions, angles, channel, factors, pairs, start = k.ints(6)
     ids, nb0, nb1, ne1, limit, errors, step = k.ints(7) if index else [k.i64(0)] * 7
     in_blocks = out not in SIZES
-    turned, form = (k.local(8 * MOST_PAIRS), "f32") if in_blocks else (None, out)
+    rotated, form = (k.local(8 * MOST_PAIRS), "f32") if in_blocks else (None, out)
     cosines, sines, own = (k.local(4 * MOST_PAIRS) for _ in range(3))
     work = tokens * batches
     with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as i:
@@ -69,28 +69,28 @@ def rope(
             target, is_right = row_number(k, at, index, limit, (errors, step))
         with k.loop(0, heads if is_right is None else k.select(is_right, heads, 0)) as head:
             result = y + head * y1 + target * y2 + batch * y3
-            to = result if turned is None else turned
+            to = result if rotated is None else rotated
             row = x + head * x1 + token * x2 + batch * x3
             with k.loop(0, pairs, width) as p:
                 c, s = (k.load(vec(F32, width), t + p * 4) for t in (cosines, sines))
-                _turn(k, (form, src), (to, row), (c, s), p, pairs, start, interleaved)
+                _rotate(k, (form, src), (to, row), (c, s), p, pairs, start, interleaved)
             convert(k, form, src, to, row, k.i64(0), start)
             convert(k, form, src, to, row, start + pairs * 2, n0)
-            if turned is not None:
-                convert(k, out, "f32", result, turned, k.i64(0), n0)
+            if rotated is not None:
+                convert(k, out, "f32", result, rotated, k.i64(0), n0)
 
 
-def _turn(
+def _rotate(
     k: Emitter,
     dtypes: Sequence[str],
     at: tuple[Value, Value],
-    turn: tuple[Value, Value],
+    rotation: tuple[Value, Value],
     p: Value,
     pairs: Value,
     start: Value,
     interleaved: bool,
 ) -> None:
-    (out, src), (to, row), (c, s) = dtypes, at, turn
+    (out, src), (to, row), (c, s) = dtypes, at, rotation
     n = c.type.count
     if interleaved:
         both = load_floats(k, src, row + (start + p * 2) * SIZES[src], 2 * n)

@@ -1,9 +1,9 @@
 """Products with many rows of activations, by packed tiles of the weight.
 
 A tile is some rows of the weight, transposed so that lanes are rows: each value (or four neighbouring
-bytes) of an activation row is multiplied by a vector of weights. A thread packs a tile into its own
-memory, which stays in cache, and multiplies all activations with it. This module is shared by tiles of
-bytes (`byte_tiles`) and of floats (`float_tiles`).
+bytes) of a row of activations is multiplied by a vector of weights. A thread packs a tile into its own
+scratch memory, which stays in the cache, and multiplies all activations by it. `byte_tiles` (quantised
+weights) and `float_tiles` share this module.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
 
     Finish = Callable[[Value, Value, Value, Value | None], Value]
-    """Of results, their row of activations, the first one's row of the weight, and a mask."""
+    """`f(results, row of activations, first row of the weight, mask)`."""
 
 
-class Written(Protocol):
-    """Protocol of a chunk of a product: `m` elements of a row of the result, `n` the end of its rows."""
+class ResultChunk(Protocol):
+    """A chunk that results are written for: `m` elements per row of the result, rows up to `n`."""
 
     m: Value
     n: Value
@@ -47,15 +47,15 @@ class Epilogue(NamedTuple):
     """Operations on a product before it is written.
 
     Attributes:
-        added: Whether something is added: a row of float32 for each row of activations, or one for all.
-        function: What is then applied, by its name in `elementwise.FUNCTIONS`; `None` for nothing.
+        added: Whether rows of float32 are added: one for each row of activations, or one for all.
+        function: Name of a function in `elementwise.FUNCTIONS` that is then applied; `None`: none.
     """
 
     added: bool = False
     function: str | None = None
 
     def read(self, k: Emitter) -> Finish | None:
-        """Read the arguments: where what is added lies, and bytes from one row of it to the next, or 0."""
+        """Read the arguments: address and byte stride of the rows that are added (0: one for all)."""
         if self == Epilogue():
             return None
         at, nb1 = k.ints(2) if self.added else (None, None)
@@ -73,12 +73,12 @@ class Epilogue(NamedTuple):
 
 
 def transposed(vectors: Sequence[Value]) -> list[Value]:
-    """Vectors whose lanes are the given ones' rows: as many vectors as each has lanes."""
+    """Transpose as many vectors as each has lanes."""
     n = len(vectors)
     low = [i // 2 + n * (i % 2) for i in range(n)]
     high = [i + n // 2 for i in low]
-    found, turns = list(vectors), n.bit_length() - 1
-    for _ in range(turns):
+    found, rounds = list(vectors), n.bit_length() - 1
+    for _ in range(rounds):
         pairs = [(found[i], found[i + n // 2]) for i in range(n // 2)]
         found = [a.shuffle(order, b) for a, b in pairs for order in (low, high)]
     return found
@@ -87,7 +87,7 @@ def transposed(vectors: Sequence[Value]) -> list[Value]:
 def store(
     k: Emitter,
     sums: list[list[Value]],
-    place: Written,
+    chunk: ResultChunk,
     first: Value,
     columns: tuple[Value, Value],
     finish: Finish | None = None,
@@ -96,26 +96,26 @@ def store(
 
     Args:
         k: The emitted kernel.
-        sums: For each vector of the tile's rows, for each column.
-        place: The product.
-        first: The tile's first row.
-        columns: The first column, and the first that is to be written.
-        finish: What is done before.
+        sums: Sums for each vector of the tile's rows, for each row of activations.
+        chunk: The chunk of the product.
+        first: The tile's first row of the weight.
+        columns: The first row of activations, and the first to write.
+        finish: The epilogue.
     """
     n, (column, start) = k.level.lanes, columns
-    with k.build.if_else((first + len(sums) * n <= place.m).raw) as (whole, partly):
+    with k.build.if_else((first + len(sums) * n <= chunk.m).raw) as (whole, partly):
         for inside, context in ((True, whole), (False, partly)):
             with context:
-                # Two vectors as one: of each alone, a function would wait for its own operations in turn.
+                # Two vectors joined: the latencies of a function's operations on each then overlap.
                 joined = inside and len(sums) == 2
                 lines = [[a.join(b) for a, b in zip(*sums, strict=True)]] if joined else sums
                 for c in range(len(sums[0])):
                     at = column + c
-                    inner = Value(k, k.build.and_((at >= start).raw, (at < place.n).raw))
+                    inner = Value(k, k.build.and_((at >= start).raw, (at < chunk.n).raw))
                     with k.when(inner):
-                        to = place.result(at) + first * 4
+                        to = chunk.result(at) + first * 4
                         for v, row in enumerate(lines):
-                            mask = None if inside else k.first_lanes(n, place.m - first - v * n)
+                            mask = None if inside else k.first_lanes(n, chunk.m - first - v * n)
                             value = row[c]
                             if finish is not None:
                                 value = finish(value, at, first + v * n, mask)

@@ -1,19 +1,13 @@
-"""Functions of one tensor, of two, and gated linear units."""
+"""Rules of element-wise ops: functions of one tensor, of two, and gated linear units."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import FLOATS, RESULT, Condition, in_rows, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels import elementwise
-from ggmlb.backends.llvm.lowering.rules import RULES, name
-from ggmlb.backends.llvm.lowering.walks import past_caches, walk
+from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name, past_caches
 from ggmlb.core.enums import GluOp, Op, UnaryOp
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.lowering.steps import Steps
 
 _PARAMS: dict[str, tuple[str, ...]] = {
     "scale": ("scale", "bias"),
@@ -25,7 +19,7 @@ _PARAMS: dict[str, tuple[str, ...]] = {
 
 _CHEAP = 0.08
 _DEAR = 0.3
-"""Work of an element on one thread [ns]: what memory takes, and an exponential."""
+"""Work of an element on one thread [ns]: bound by memory, and with an exponential."""
 
 _DEAR_NAMES = frozenset({
     "tanh", "elu", "sigmoid", "gelu", "gelu_quick", "gelu_erf", "silu", "exp", "expm1", "softplus", "xielu",
@@ -57,12 +51,12 @@ def _is_known(node: Tensor) -> str | None:
     operands(FLOATS),
     in_rows(0, RESULT),
 )
-def _unary(node: Tensor, steps: Steps) -> None:
+def _unary(node: Tensor, ctx: LoweringContext) -> None:
     a, fn = node.operand(0), _function(node)
-    params = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
-    args, n = walk(node.ne, [node, a], steps, _DEAR if fn in _DEAR_NAMES else _CHEAP)
-    types = (name(node), name(a))
-    steps.emit(elementwise.unary, (fn, len(params), types, past_caches(node, steps)), (*params, *args), n)
+    args = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
+    params = (fn, len(args), (name(node), name(a)), past_caches(node, ctx))
+    work = _DEAR if fn in _DEAR_NAMES else _CHEAP
+    ctx.launch_rows(elementwise.unary, params, args, node.ne, [node, a], work, join=True, cut=True)
 
 
 _TWO = operands(FLOATS, FLOATS), in_rows(0, 1, RESULT)
@@ -82,25 +76,23 @@ def repeats_one(i: int) -> Condition:
 
 
 @RULES.rule((Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.SILU_BACK), *_TWO, repeats_one(1))
-def _binary(node: Tensor, steps: Steps) -> None:
+def _binary(node: Tensor, ctx: LoweringContext) -> None:
     a, b = node.operand(0), node.operand(1)
     one = b.ne[0] == 1 and node.ne[0] > 1
-    args, n = walk(node.ne, [node, a, b], steps, _CHEAP)
-    types = (name(node), name(a), name(b))
-    steps.emit(elementwise.binary, (_function(node), one, types, past_caches(node, steps)), args, n)
+    params = (_function(node), one, (name(node), name(a), name(b)), past_caches(node, ctx))
+    ctx.launch_rows(elementwise.binary, params, (), node.ne, [node, a, b], _CHEAP, join=True, cut=True)
 
 
 @RULES.rule(Op.GLU, *_TWO)
-def _glu(node: Tensor, steps: Steps) -> None:
+def _glu(node: Tensor, ctx: LoweringContext) -> None:
     a = node.operand(0)
     b = node.optional(1)
     gate: Tensor | Mem = a
     up: Tensor | Mem | None = b
     if up is None:
-        halves = [steps.mem(a).window(node.ne, offset=i * node.ne[0] * a.dtype.type_size) for i in (0, 1)]
+        halves = [ctx.mem(a).window(node.ne, offset=i * node.ne[0] * a.dtype.type_size) for i in (0, 1)]
         gate, up = halves[::-1] if node.params["swapped"] else halves
     fn = GluOp(node.params["op"]).name.lower()
-    params = [float(node.params[p]) for p in ("alpha", "limit")] if fn == "swiglu_oai" else []
-    args, n = walk(node.ne, [node, gate, up], steps, _DEAR)
-    types = (name(node), name(a))
-    steps.emit(elementwise.glu, (fn, types, past_caches(node, steps)), (*params, *args), n)
+    args = [float(node.params[p]) for p in ("alpha", "limit")] if fn == "swiglu_oai" else []
+    params = (fn, (name(node), name(a)), past_caches(node, ctx))
+    ctx.launch_rows(elementwise.glu, params, args, node.ne, [node, gate, up], _DEAR, join=True, cut=True)

@@ -1,10 +1,11 @@
-"""Matrix products: which kernel, how many rows at a time, and activations as bytes where weights are."""
+"""Rules of matrix products: the kernel by sizes and layouts, quantised activations, and fused epilogues."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ggmlb.backends.common.fusion import Group, Product
 from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import (
     activations,
@@ -17,36 +18,37 @@ from ggmlb.backends.llvm.kernels import (
     out_prod,
     tiles,
 )
-from ggmlb.backends.llvm.lowering.rules import READ, RULES, name
-from ggmlb.core.enums import Op
+from ggmlb.backends.llvm.lowering.context import READ, RULES, LoweringContext, group_rule, name
+from ggmlb.backends.llvm.lowering.elementwise import plain_function
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import GluOp, Op
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.lowering.steps import Steps
 
 _FLOAT_ROWS = {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 _BLOCK_ROWS = 8
 """Rows of a weight that are multiplied together: of floats by rows of activations, and of blocks."""
 
 CACHED_NBYTES = 1 << 24
-"""Bytes of a weight up to which caches keep it, and give one row of floats faster than several at once."""
+"""Largest weight that stays in caches [bytes], of which one row of floats at a time is fastest."""
 
 FEW, FEW_FLOATS = 4, 8
-"""Rows of activations up to which the weight is read as it lies: of blocks, and of floats."""
+"""Most rows of activations for which the weight is read in place: of blocks, and of floats."""
 
 FEW_PACKED = 5
-"""The same of floats in strips, where a tile is soon made: with more, registers of AVX2 do not suffice."""
+"""The same for floats in strips, which are packed already; AVX2 has no registers for more."""
 
 PANEL_NBYTES = 1 << 19
-"""Bytes of quantised activations that meet all of a weight, tile after tile; floats gain nothing by it."""
+"""Size of a panel of quantised activations, multiplied by all of a weight before the next [bytes]."""
 
 PANEL_ROWS = 32
-"""The fewest rows of activations for which a weight is packed anew."""
+"""Least rows of activations of a panel, for each of which the weight is packed again."""
 
-NO_TAIL = tiles.Epilogue()
+NO_EPILOGUE = tiles.Epilogue()
 
 
 _PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT)
+
+# -- products --------------------------------------------------------------------------------------
 
 
 def _three_dimensions(node: Tensor) -> str | None:
@@ -56,52 +58,58 @@ def _three_dimensions(node: Tensor) -> str | None:
 
 
 @RULES.rule(Op.MUL_MAT, *_PRODUCT)
-def _mul_mat(node: Tensor, steps: Steps) -> None:
-    product(node, steps)
+def _mul_mat(node: Tensor, ctx: LoweringContext) -> None:
+    product(node, ctx)
 
 
 def product(
     node: Tensor,
-    steps: Steps,
+    ctx: LoweringContext,
     result: Tensor | None = None,
-    epilogue: tiles.Epilogue = NO_TAIL,
+    tail: tiles.Epilogue = NO_EPILOGUE,
     added: Tensor | None = None,
 ) -> None:
-    """Emit the steps of a product; `result` is what the epilogue makes of it; see `can_have_epilogue`."""
+    """Emit the steps of a product, with an epilogue where `can_have_epilogue`.
+
+    Args:
+        node: The product.
+        ctx: Where steps are emitted.
+        result: The epilogue's result.
+        tail: The epilogue.
+        added: What the epilogue adds.
+    """
     a, b = node.operand(0), node.operand(1)
     quantized, packed = a.dtype.is_quantized, is_interleaved(a)
     k, m, n = *a.ne[:2], b.ne[1]
-    address, nb = (
-        quantized_activations(a, b, steps, not is_many(node)) if quantized else (steps.address(b), b.nb)
-    )
+    address, nb = quantized_activations(a, b, ctx, not is_many(node)) if quantized else (ctx.address(b), b.nb)
     to = node if result is None else result
-    y, y_nb = steps.address(to), to.nb
+    y, y_nb = ctx.address(to), to.nb
     matrices = b.ne[2] * b.ne[3]
 
     def args(first: int, count: int, parts: int) -> tuple[int, ...]:
         return (
-            steps.address(a), *a.nb[1:], address + first * nb[1], *nb[1:], y + first * y_nb[1], *y_nb[1:],
+            ctx.address(a), *a.nb[1:], address + first * nb[1], *nb[1:], y + first * y_nb[1], *y_nb[1:],
             k, m, count, *extents, b.ne[2] // a.ne[2] * panels, b.ne[3] // a.ne[3], parts,
         )  # fmt: skip
 
-    panels, extents, level = 1, b.ne[2:], steps.library.target.level
+    panels, extents, level = 1, b.ne[2:], ctx.level
     if not quantized and not packed and float_bands.suits(level, k, m, n):
-        parts = _parts(steps, matrices, k * m * n / 25, -(-m // float_bands.rows_at_once(level, n)))
+        parts = _parts(ctx, matrices, k * m * n / 25, -(-m // float_bands.rows_at_once(level, n)))
         nbytes = float_bands.scratch_nbytes(level, n)
-        scratch = steps.scratch(nbytes * steps.n_threads)
+        scratch = ctx.scratch(nbytes * ctx.n_threads)
         params: tuple[Any, ...] = (name(a), name(b), float_bands.columns_at_once(n))
-        steps.emit(float_bands.floats, params, (*args(0, n, parts), scratch, nbytes), parts * matrices)
+        ctx.launch(float_bands.floats, params, (*args(0, n, parts), scratch, nbytes), parts * matrices)
         return
     if is_many(node):
         if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
             panels = matrices = _panels(n, nb[1], byte_tiles.rows_together(level, name(a)))
-        if panels > 1:  # the rows of a panel are those of a matrix, whose weight is the same
+        if panels > 1:  # panels are matrices that share the weight
             n //= panels
             nb, y_nb = (1, nb[1], n * nb[1], 0), (4, y_nb[1], n * y_nb[1], 0)
             extents = (panels, 1)
-        rows, nbytes = _tile_shape(steps, name(a), k, quantized)
-        scratch = steps.scratch(nbytes * steps.n_threads)
-        parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
+        rows, nbytes = _tile_shape(ctx, name(a), k, quantized)
+        scratch = ctx.scratch(nbytes * ctx.n_threads)
+        parts = _parts(ctx, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
         kernel: Callable[..., None] = byte_tiles.quantized if quantized else float_tiles.floats
         params = (name(a),) if quantized else (name(a), name(b))
         columns = (
@@ -109,33 +117,33 @@ def product(
             if quantized
             else tiles.columns(n, float_tiles.columns_at_once(level))
         )
-        params = (*params, packed, columns, epilogue)
-        more = () if added is None else (steps.address(added), added.nb[1] if added.ne[1] > 1 else 0)
-        steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes, *more), parts * matrices)
+        params = (*params, packed, columns, tail)
+        more = () if added is None else (ctx.address(added), added.nb[1] if added.ne[1] > 1 else 0)
+        ctx.launch(kernel, params, (*args(0, n, parts), scratch, nbytes, *more), parts * matrices)
         return
     for first in range(0, n, 8):
         count = min(8, n - first)
         rows = rows_at_once(a, count)
         rows = rows if packed or m >= rows else 1
-        parts = _parts(steps, matrices, k * m * (count + 1) / 40, -(-m // rows))
+        parts = _parts(ctx, matrices, k * m * (count + 1) / 40, -(-m // rows))
         if packed:
             kernel = interleaved_products.quantized if quantized else interleaved_products.floats
             params = (name(a), count) if quantized else (name(a), count, name(b))
         else:
             kernel = matvec.quantized if quantized else matvec.floats
             params = (name(a), rows, count) if quantized else (name(a), rows, count, name(b))
-        steps.emit(kernel, params, args(first, count, parts), parts * matrices)
+        ctx.launch(kernel, params, args(first, count, parts), parts * matrices)
 
 
 def is_many(node: Tensor) -> bool:
-    """Whether a product has more rows of activations than those for which the weight is read as it lies."""
+    """Whether a product has too many rows of activations to read the weight in place."""
     a, b = node.operand(0), node.operand(1)
     few = FEW if a.dtype.is_quantized else FEW_PACKED if is_interleaved(a) else FEW_FLOATS
     return b.ne[1] > few
 
 
 def can_have_epilogue(node: Tensor) -> bool:
-    """Whether a product of many rows is written once, by a kernel that may do more before."""
+    """Whether a kernel for many rows of activations writes each element of the result once."""
     a = node.operand(0)
     if not is_many(node) or RULES.declines(node) is not None:
         return False
@@ -143,12 +151,12 @@ def can_have_epilogue(node: Tensor) -> bool:
 
 
 def is_interleaved(weight: Tensor) -> bool:
-    """Whether a weight lies in strips; one without a place does not yet."""
+    """Whether a weight is stored in strips (`LLVM_Repacked`)."""
     return weight.buffer is not None and bool(weight.buffer.packing(weight))
 
 
 def rows_at_once(weight: Tensor, n: int) -> int:
-    """Return how many rows of a weight are multiplied together, as it lies, with `n` rows of activations."""
+    """Return the rows of a weight, read in place, that are multiplied by `n` rows of activations at once."""
     if is_interleaved(weight):
         return interleaved.ROWS
     if weight.dtype.is_quantized:
@@ -157,112 +165,193 @@ def rows_at_once(weight: Tensor, n: int) -> int:
 
 
 def _panels(n: int, row_nbytes: int, together: int) -> int:
-    """Into how many panels to cut rows of activations: each stays in a cache while it meets a weight."""
+    """Return the number of panels of `n` rows of activations: each stays in the cache during a pass."""
     fits = max(PANEL_NBYTES // row_nbytes, together)
     return next((p for p in range(-(-n // fits), n // PANEL_ROWS + 1) if n % p == 0), 1)
 
 
-def _parts(steps: Steps, matrices: int, work: float, most: int) -> int:
-    """Into how many chunks to cut each matrix; `work` is of one [ns]."""
-    chunks = steps.chunks(work * matrices, most * matrices)
+def _parts(ctx: LoweringContext, matrices: int, work: float, most: int) -> int:
+    """Return the number of chunks per matrix; `work` is that of one matrix [ns]."""
+    chunks = ctx.chunks(work * matrices, most * matrices)
     return max(1, -(-chunks // matrices))
 
 
 def quantized_activations(
-    a: Tensor, b: Tensor, steps: Steps, few: bool
+    a: Tensor, b: Tensor, ctx: LoweringContext, few: bool
 ) -> tuple[int, tuple[int, int, int, int]]:
-    """Emit the step that quantises activations for a weight, unless it was; return address and strides.
+    """Emit the step that quantises activations, unless they are in memory; return address and strides.
 
-    `few`: the weight is read as it lies.
+    `few`: the weight is read in place.
     """
     if not few:
-        layout = byte_tiles.layout(name(a))
+        layout = activations.layout_for_tiles(name(a))
     elif is_interleaved(a):
-        layout = interleaved_products.layout(name(a))
+        layout = activations.layout_for_strips(name(a))
     else:
-        layout = matvec.layout(name(a), steps.library.target.level)
+        layout = activations.layout_for_rows(name(a), ctx.level)
     row = layout.row_nbytes(b.ne[0])
     nbytes = row * b.ne[1] * b.ne[2] * b.ne[3]
-    address, there = steps.activations(b, nbytes, layout)
-    if not there:
+    address, are_there = ctx.activations(b, nbytes, layout)
+    if not are_there:
         work = b.n_elements * 0.6
-        args = (steps.address(b), *b.nb[1:], *b.ne, address)
-        steps.emit(activations.quantize, (name(b), layout), args, steps.chunks(work, b.n_elements // 32))
+        args = (ctx.address(b), *b.nb[1:], *b.ne, address)
+        ctx.launch(activations.quantize, (name(b), layout), args, ctx.chunks(work, b.n_elements // 32))
     return address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
 
 
 @RULES.rule(Op.MUL_MAT_ID, *_PRODUCT, _three_dimensions)
-def _chosen(node: Tensor, steps: Steps) -> None:
-    """Products with matrices that each token chooses; the choices are sorted by matrix first."""
+def _mul_mat_id(node: Tensor, ctx: LoweringContext) -> None:
+    """Products with the experts of each token; (token, expert) pairs are first sorted by expert."""
     a, b, ids = node.operand(0), node.operand(1), node.operand(2)
     quantized, packed = a.dtype.is_quantized, is_interleaved(a)
     (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
     n = n_used * n_tokens
     few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
-    address, nb = quantized_activations(a, b, steps, few) if quantized else (steps.address(b), b.nb)
-    starts, order = steps.scratch(8 * (n_matrices + 2)), steps.scratch(8 * n)
-    steps.emit(
-        matvec.sort, (),
-        (steps.address(ids), *ids.nb[:2], n_used, n_tokens, n_matrices, starts, order, *steps.report),
+    address, nb = quantized_activations(a, b, ctx, few) if quantized else (ctx.address(b), b.nb)
+    starts, order = ctx.scratch(8 * (n_matrices + 2)), ctx.scratch(8 * n)
+    ctx.launch(
+        matvec.sort_experts, (),
+        (ctx.address(ids), *ids.nb[:2], n_used, n_tokens, n_matrices, starts, order, *ctx.report),
     )  # fmt: skip
-    shape = _tile_shape(steps, name(a), k, quantized, is_chosen=True)
+    shape = _tile_shape(ctx, name(a), k, quantized, of_experts=True)
     rows = rows_at_once(a, 1) if few else shape.rows
     rows = rows if packed or m >= rows else 1
-    parts = _parts(steps, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
+    parts = _parts(ctx, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
     args: tuple[int, ...] = (
-        steps.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], steps.address(node), *node.nb[1:3],
+        ctx.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], ctx.address(node), *node.nb[1:3],
         k, m, n_used, parts, starts, order,
     )  # fmt: skip
     types = (name(a),) if quantized else (name(a), name(b))
     kernel: Callable[..., None]
     if few and packed:
-        kernel = interleaved_products.chosen_quantized if quantized else interleaved_products.chosen_floats
-        steps.emit(kernel, types, args, parts * n_matrices)
+        kernel = interleaved_products.expert_quantized if quantized else interleaved_products.expert_floats
+        ctx.launch(kernel, types, args, parts * n_matrices)
     elif few:
-        steps.emit(matvec.chosen, (name(a), rows, name(b)), args, parts * n_matrices)
+        ctx.launch(matvec.expert_rows, (name(a), rows, name(b)), args, parts * n_matrices)
     else:
-        args = (*args, steps.scratch(shape.nbytes * steps.n_threads), shape.nbytes)
-        kernel = byte_tiles.chosen_quantized if quantized else float_tiles.chosen_floats
-        steps.emit(kernel, (*types, packed), args, parts * n_matrices)
+        args = (*args, ctx.scratch(shape.nbytes * ctx.n_threads), shape.nbytes)
+        kernel = byte_tiles.expert_quantized if quantized else float_tiles.expert_floats
+        ctx.launch(kernel, (*types, packed), args, parts * n_matrices)
 
+
+# -- products with an epilogue ---------------------------------------------------------------------
+
+
+def _can_fuse(group: Group) -> bool:
+    """Whether a kernel has the epilogue: for few rows, if groups of the weight's rows divide the result's."""
+    products = group.products
+    if "unary" in group and plain_function(group["unary"]) is None:
+        return False
+    if group.pattern != "glu" and is_many(products[0].node):
+        fits = can_have_epilogue(products[0].node)
+    else:
+        fits = all(_is_few(p, group.result.ne) for p in products)
+    return fits and _in_rows(group.result) and all(_is_simple(p) for p in products)
+
+
+def _is_simple(product: Product) -> bool:
+    node, added, _ = product
+    if node.ne[2] * node.ne[3] != 1:
+        return False
+    return added is None or (_in_rows(added) and added.ne[0] == node.ne[0])
+
+
+def _is_few(product: Product, ne: tuple[int, ...]) -> bool:
+    node = product.node
+    weight = node.operand(0)
+    if is_many(node) or RULES.declines(node) is not None:
+        return False
+    return ne[0] % rows_at_once(weight, ne[1]) == 0
+
+
+def _in_rows(t: Tensor) -> bool:
+    return t.dtype is DType.F32 and t.is_contiguous_rows()
+
+
+@group_rule("mul_mat_add", "mul_mat_unary", "glu", condition=_can_fuse)
+def _product_group(group: Group, ctx: LoweringContext) -> None:
+    result, products = group.result, group.products
+    function = plain_function(group["unary"]) if "unary" in group else None
+    node, added, _ = products[0]
+    if group.pattern != "glu" and is_many(node):
+        product(node, ctx, result, tiles.Epilogue(added is not None, function), added)
+        return
+    weight, x = node.operand(0), node.operand(1)
+    k, (m, n) = weight.ne[0], result.ne[:2]
+    packed, rows = is_interleaved(weight), rows_at_once(weight, n)
+    x_at, x_nb = (
+        quantized_activations(weight, x, ctx, few=True)
+        if weight.dtype.is_quantized
+        else (ctx.address(x), x.nb)
+    )
+    parts = ctx.chunks(len(products) * k * m * (n + 1) / 40, m // rows)
+    args: list[int | float] = []
+    operands: list[int] = []
+    for node, added, first in products:
+        weight = node.operand(0)
+        at = ctx.scratch(4 * m * n)
+        nb = weight.nb
+        args += (
+            ctx.address(weight) + first * nb[1], *nb[1:], x_at, *x_nb[1:], at, 4 * m, 0, 0,
+            k, m, n, 1, 1, 1, 1, parts,
+        )  # fmt: skip
+        operands.append(at)
+        if added is not None:
+            operands += (ctx.address(added) + 4 * first, added.nb[1] if added.ne[1] > 1 else 0)
+    gate = function
+    if group.pattern == "glu":
+        p = group["glu"].params
+        gate = GluOp(p["op"]).name.lower()
+        if gate == "swiglu_oai":
+            args += (float(p["alpha"]), float(p["limit"]))
+    args += (m, parts, ctx.address(result), result.nb[1], *operands)
+    adds = tuple(p.added is not None for p in products)
+    ctx.launch(
+        interleaved_products.with_epilogue, (name(weight), packed, rows, n, name(x), adds, gate), args, parts
+    )
+
+
+# -- outer products --------------------------------------------------------------------------------
 
 SHARED_NBYTES = 1 << 18
-"""Bytes of columns of an outer product from which on few chunks share them, each with many rows."""
+"""Size of columns of an outer product beyond which chunks are few, each with many rows [bytes]."""
 
 
 @RULES.rule(Op.OUT_PROD, operands(READ, FLOATS, out=F32), in_rows(0, RESULT))
-def _out_prod(node: Tensor, steps: Steps) -> None:
+def _out_prod(node: Tensor, ctx: LoweringContext) -> None:
     a, b = node.operand(0), node.operand(1)
     (n, m), depth, matrices = node.ne[:2], a.ne[1], node.ne[2] * node.ne[3]
-    level = steps.library.target.level
+    level = ctx.level
     unit = out_prod.unit(level, name(a), n)
     units, most_bands = -(-n // unit), -(-m // float_tiles.columns_at_once(level))
-    chunks = steps.chunks(n * m * depth * matrices / 25, units * most_bands * matrices)
+    chunks = ctx.chunks(n * m * depth * matrices / 25, units * most_bands * matrices)
     if m * tiles.DEPTH * 4 > SHARED_NBYTES:
-        chunks = min(chunks, 3 * steps.n_threads * matrices)
+        chunks = min(chunks, 3 * ctx.n_threads * matrices)
     parts = -(-units // max(1, units * matrices // chunks))
     bands = min(most_bands, -(-chunks // (matrices * parts)))
     nbytes = -(-out_prod.scratch_nbytes(unit) // 64) * 64
     args = (
-        steps.address(a), *a.nb[1:], steps.address(b), *b.nb, steps.address(node), *node.nb[1:],
+        ctx.address(a), *a.nb[1:], ctx.address(b), *b.nb, ctx.address(node), *node.nb[1:],
         n, m, depth, *node.ne[2:], node.ne[2] // a.ne[2], node.ne[3] // a.ne[3], parts, bands,
-        steps.scratch(nbytes * steps.n_threads), nbytes,
+        ctx.scratch(nbytes * ctx.n_threads), nbytes,
     )  # fmt: skip
     b_steps = tuple(nb if nb == b.dtype.type_size else 0 for nb in b.nb[:2])
     params = (name(a), name(b), is_interleaved(a), unit, b_steps)
-    steps.emit(out_prod.out_prod, params, args, matrices * parts * bands)
+    ctx.launch(out_prod.out_prod, params, args, matrices * parts * bands)
 
 
 class _TileShape(NamedTuple):
-    """How many rows a tile has, and the bytes that a thread needs for one."""
+    """Rows of a tile, and scratch memory of a thread [bytes]."""
 
     rows: int
     nbytes: int
 
 
-def _tile_shape(steps: Steps, dtype: str, k: int, quantized: bool, is_chosen: bool = False) -> _TileShape:
-    level = steps.library.target.level
+def _tile_shape(
+    ctx: LoweringContext, dtype: str, k: int, quantized: bool, of_experts: bool = False
+) -> _TileShape:
+    level = ctx.level
     if quantized:
-        rows = byte_tiles.tile_rows(level, dtype, is_chosen)
+        rows = byte_tiles.tile_rows(level, dtype, of_experts)
         return _TileShape(rows, -(-byte_tiles.scratch_nbytes(k, dtype, rows) // 64) * 64)
     return _TileShape(float_tiles.tile_rows(level), -(-float_tiles.scratch_nbytes(level) // 64) * 64)

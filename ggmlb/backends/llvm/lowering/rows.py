@@ -1,45 +1,91 @@
-"""Normalisation, soft max and rotary positions: rules of ops that see whole rows."""
+"""Rules of ops on rows: normalisation, soft max, rotary positions, copies, rows by index."""
 
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ggmlb.backends.common.formulas import alibi_slopes, pair_angles
-from ggmlb.backends.common.rules import F32, FLOATS, I32, RESULT, in_rows, operands
-from ggmlb.backends.llvm.kernels import norm, rope
-from ggmlb.backends.llvm.lowering.rules import RULES, name
-from ggmlb.backends.llvm.lowering.walks import walk
+from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.common.rules import (
+    ANY,
+    F32,
+    FLOATS,
+    I32,
+    INDEX,
+    RESULT,
+    converts,
+    in_rows,
+    operands,
+    same_shape_of_blocks,
+)
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.llvm.kernels import convert, norm, rope
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
+from ggmlb.backends.llvm.kernels.convert import WRITERS, can_convert
+from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, group_rule, name
+from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType
-from ggmlb.core.tensor import Tensor
+from ggmlb.core.tensor import Ne, Tensor
 
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.lowering.steps import Steps
-
-NORM_WORK, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
+_NORM, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
+_COPY, _TRANSPOSE, _STRIDED, _BLOCKS = 0.1, 0.3, 1.0, 0.3
 """Work of an element on one thread [ns]."""
+
+VECTOR_WORDS = 16
+"""Words of 32 bits of the widest vectors."""
+
+# -- normalisation and soft max --------------------------------------------------------------------
 
 
 @RULES.rule((Op.NORM, Op.RMS_NORM, Op.L2_NORM), operands(FLOATS), in_rows(0, RESULT))
-def _norm(node: Tensor, steps: Steps) -> None:
+def _norm(node: Tensor, ctx: LoweringContext) -> None:
     a = node.operand(0)
-    args, n = walk(node.ne, [node, a], steps, NORM_WORK, join=False, cut=False)
-    kind = node.op.value.lower()
-    steps.emit(norm.normalise, (kind, (name(node), name(a)), 0), (float(node.params["eps"]), *args), n)
+    params = (node.op.value.lower(), (name(node), name(a)), 0)
+    ctx.launch_rows(norm.normalise, params, [float(node.params["eps"])], node.ne, [node, a], _NORM)
+
+
+def _takes_norm(group: Group) -> bool:
+    if any(node is not group.parts.get("add") for node in group.kept):
+        return False
+    first = group.parts.get("add", group["norm"])
+    tensors = [group.result, *(s for s in first.src if s is not None)]
+    tensors += [group.other(part) for part in ("mul", "shift") if part in group]
+    n = group.result.ne[0]
+    return all(t.dtype is DType.F32 and t.is_contiguous_rows() and t.ne[0] == n for t in tensors)
+
+
+@group_rule("norm", condition=_takes_norm)
+def _norm_group(group: Group, ctx: LoweringContext) -> None:
+    node, result = group["norm"], group.result
+    first = group.parts.get("add", node)
+    added, kept = "add" in group, bool(group.kept)
+    tensors = [result, first.operand(0)]
+    if added:
+        tensors.append(first.operand(1))
+    if kept:
+        tensors.append(first)
+    factors = [group.other(part) for part in ("mul", "shift") if part in group]
+    params = (node.op.value.lower(), ("f32", "f32"), len(factors), added, kept)
+    eps = float(node.params["eps"])
+    ctx.launch_rows(norm.normalise, params, [eps], result.ne, [*tensors, *factors], _NORM)
 
 
 @RULES.rule(Op.SOFT_MAX, operands(F32, FLOATS, F32, out=F32), in_rows(0, RESULT))
-def _soft_max(node: Tensor, steps: Steps) -> None:
+def _soft_max(node: Tensor, ctx: LoweringContext) -> None:
     a = node.operand(0)
     mask, sinks = node.optional(1), node.optional(2)
-    slopes = steps.constant(alibi_slopes(node.ne[2], node.params["max_bias"]))
-    place = (0, 0, 0, 0, 1, 1)
+    slopes = ctx.constant(alibi_slopes(node.ne[2], node.params["max_bias"]))
+    of_mask = (0, 0, 0, 0, 1, 1)
     if mask is not None:
-        place = (steps.address(mask), *mask.nb[1:], mask.ne[2], mask.ne[3])
-    args, n = walk(node.ne, [node, a], steps, _SOFT_MAX, join=False, cut=False)
-    sink = steps.address(sinks) if sinks is not None else 0
+        of_mask = (ctx.address(mask), *mask.nb[1:], mask.ne[2], mask.ne[3])
+    sink = ctx.address(sinks) if sinks is not None else 0
     params = (name(mask) if mask is not None else None, sinks is not None)
-    steps.emit(norm.soft_max, params, (float(node.params["scale"]), slopes, sink, *place, *args), n)
+    args = (float(node.params["scale"]), slopes, sink, *of_mask)
+    ctx.launch_rows(norm.soft_max, params, args, node.ne, [node, a], _SOFT_MAX)
+
+
+# -- rotary positions ------------------------------------------------------------------------------
 
 
 def _few_dimensions(node: Tensor) -> str | None:
@@ -48,8 +94,13 @@ def _few_dimensions(node: Tensor) -> str | None:
     return None
 
 
-def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
-    """Emit the step that turns pairs; each token's heads become the row of `put` that it names, if given."""
+@RULES.rule((Op.ROPE, Op.ROPE_BACK), operands(FLOATS, I32, F32), in_rows(0, 1, 2, RESULT), _few_dimensions)
+def _rope(node: Tensor, ctx: LoweringContext) -> None:
+    _rotate(node, None, ctx)
+
+
+def _rotate(node: Tensor, cache: Tensor | None, ctx: LoweringContext) -> None:
+    """Emit the step of a rope; a token's heads are written to the row of `cache` that its index names, if given."""
     a, positions = node.operand(0), node.operand(1)
     factors = node.optional(2)
     p = node.params
@@ -61,25 +112,116 @@ def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
     direction = 1.0 if node.op is Op.ROPE else -1.0
     angle, channel = pair_angles(n_pairs, p)
     width = next(w for w in (16, 8, 4, 2, 1) if n_pairs % w == 0)
-    result: tuple[int, ...] = (steps.address(node), *node.nb[1:])
-    places: tuple[int, ...] = ()
+    result: tuple[int, ...] = (ctx.address(node), *node.nb[1:])
+    of_index: tuple[int, ...] = ()
     index = None
-    if put is not None:
-        ids = put.operand(1)
-        result = (steps.address(put), put.dtype.row_size(node.ne[0]), *put.nb[1:3])
-        places = (steps.address(ids), *ids.nb[:2], ids.ne[1], put.ne[1], *steps.report)
+    if cache is not None:
+        ids = cache.operand(1)
+        result = (ctx.address(cache), cache.dtype.row_size(node.ne[0]), *cache.nb[1:3])
+        of_index = (ctx.address(ids), *ids.nb[:2], ids.ne[1], cache.ne[1], *ctx.report)
         index = name(ids)
     args = (
-        magnitude, direction, *result, steps.address(a), *a.nb[1:],
-        node.ne[0], *node.ne[1:], steps.address(positions), steps.constant(angle), steps.constant(channel),
-        steps.address(factors) if factors is not None else 0, n_pairs, p["offset"], *places,
+        magnitude, direction, *result, ctx.address(a), *a.nb[1:],
+        node.ne[0], *node.ne[1:], ctx.address(positions), ctx.constant(angle), ctx.constant(channel),
+        ctx.address(factors) if factors is not None else 0, n_pairs, p["offset"], *of_index,
     )  # fmt: skip
-    types, multi = (name(put or node), name(a)), bool(mode & RopeType.MROPE)
+    types, multi = (name(cache or node), name(a)), bool(mode & RopeType.MROPE)
     params = (types, width, mode == RopeType.NORMAL, factors is not None, multi, index)
-    n_tokens = node.ne[2] * node.ne[3]
-    steps.emit(rope.rope, params, args, steps.chunks(node.n_elements * _ROPE, n_tokens))
+    ctx.launch(rope.rope, params, args, ctx.chunks(node.n_elements * _ROPE, node.ne[2] * node.ne[3]))
 
 
-@RULES.rule((Op.ROPE, Op.ROPE_BACK), operands(FLOATS, I32, F32), in_rows(0, 1, 2, RESULT), _few_dimensions)
-def _rope(node: Tensor, steps: Steps) -> None:
-    rope_to(node, None, steps)
+def _takes_rope_set_rows(group: Group) -> bool:
+    cache, n = group.result, group["rope"].ne[0]
+    return cache.dtype in FLOATS or (name(cache) in WRITERS and n % 32 == 0 and n <= 2 * rope.MOST_PAIRS)
+
+
+@group_rule("rope_set_rows", condition=_takes_rope_set_rows)
+def _rope_set_rows(group: Group, ctx: LoweringContext) -> None:
+    _rotate(group["rope"], group.result, ctx)
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def _work(src: Tensor, out: Tensor) -> float:
+    return _BLOCKS if src.dtype.is_quantized or out.dtype.is_quantized else _COPY
+
+
+_converts = converts(lambda src, out: can_convert(src.name.lower(), out.name.lower()))
+
+
+def _same_order(node: Tensor) -> str | None:
+    a = node.operand(0)
+    if a.ne != node.ne and not (a.is_contiguous() and node.is_contiguous()):
+        return "the shapes differ, and one side is not contiguous"
+    return None
+
+
+@RULES.rule((Op.DUP, Op.CPY, Op.CONT), _converts, same_shape_of_blocks, _same_order)
+def _copy(node: Tensor, ctx: LoweringContext) -> None:
+    a = node.operand(0)
+    blocks = a.dtype.is_quantized or node.dtype.is_quantized
+    x, y, ne = ctx.mem(a), ctx.mem(node), node.ne
+    if a.ne != node.ne:
+        ne = (node.n_elements, 1, 1, 1)
+        x, y = (m.window(ne, (m.dtype.type_size, 0, 0, 0)) for m in (x, y))
+    types = (name(node), name(a))
+    if a.is_contiguous_rows() and node.is_contiguous_rows():
+        ctx.launch_rows(convert.copy, types, (), ne, [y, x], _work(a, node), join=not blocks, cut=not blocks)
+        return
+    along = _transposed_dimension(node, a)
+    if along is not None and a.ne == ne:
+        others = [d for d in (1, 2, 3) if d != along]
+        args = [
+            ctx.address(y), *(y.nb[d] for d in (along, *others)),
+            ctx.address(x), *(x.nb[d] for d in (0, *others)), ne[0], *(ne[d] for d in (along, *others)),
+        ]  # fmt: skip
+        most = -(-ne[along] // VECTOR_WORDS) * ne[others[0]] * ne[others[1]]
+        ctx.launch(convert.transpose, (), args, ctx.chunks(node.n_elements * _TRANSPOSE, most))
+        return
+    ne, y, x = _longest_first(ne, y, x)
+    sizes = (node.dtype.type_size, a.dtype.type_size)
+    ctx.launch_rows(convert.copy_strided, (*types, sizes), (y.nb[0], x.nb[0]), ne, [y, x], _STRIDED, cut=True)
+
+
+def _transposed_dimension(node: Tensor, a: Tensor) -> int | None:
+    """The dimension along which elements of 32 bits are contiguous in `a`, where those of rows are not."""
+    if node.dtype != a.dtype or a.dtype.is_quantized or a.dtype.type_size != 4 or node.nb[0] != 4:
+        return None
+    return next((d for d in (1, 2, 3) if a.nb[d] == 4 and a.ne[d] > 1 and a.ne[0] > 1), None)
+
+
+def _longest_first(ne: Ne, y: Mem, x: Mem) -> tuple[Ne, Mem, Mem]:
+    """Permute a long dimension to the front where rows are short, for fewer and longer inner loops."""
+    if ne[0] >= 16 or max(ne) == ne[0]:
+        return ne, y, x
+    i = max(range(4), key=lambda d: ne[d])
+    order = [i, *(d for d in range(4) if d != i)]
+    permuted: list[Any] = [tuple(v[d] for d in order) for v in (ne, y.nb, x.nb)]
+    return permuted[0], y.window(permuted[0], permuted[1]), x.window(permuted[0], permuted[2])
+
+
+# -- rows by index ---------------------------------------------------------------------------------
+
+_ROWS = _converts, in_rows(0, RESULT), operands(ANY, INDEX, out=ANY)
+
+
+@RULES.rule(Op.GET_ROWS, *_ROWS)
+def _get_rows(node: Tensor, ctx: LoweringContext) -> None:
+    a, ids = node.operand(0), node.operand(1)
+    args = (ctx.address(a), *a.nb[1:], ctx.address(ids), *ids.nb[:3], a.ne[1], *ctx.report)
+    params, cut = (name(node), name(a), name(ids)), name(a) not in FORMATS
+    ctx.launch_rows(convert.get_rows, params, args, node.ne, [node], _work(a, node), cut=cut)
+
+
+@RULES.rule(Op.SET_ROWS, *_ROWS)
+def _set_rows(node: Tensor, ctx: LoweringContext) -> None:
+    a, ids = node.operand(0), node.operand(1)
+    if a.is_empty:
+        return
+    args = (
+        ctx.address(node), *node.nb[1:], ctx.address(ids), *ids.nb[:3], ids.ne[1], ids.ne[2],
+        node.ne[1], *ctx.report,
+    )  # fmt: skip
+    params, cut = (name(node), name(a), name(ids)), not node.dtype.is_quantized
+    ctx.launch_rows(convert.set_rows, params, args, a.ne, [a], _work(a, node), cut=cut)

@@ -1,7 +1,7 @@
-"""Walks: iteration over the rows of several operands, in chunks for threads.
+"""Loops over the rows of several operands, in chunks for threads.
 
-The arguments that a walk takes: the row length, three further extents, into how many parts each row is cut;
-then for each operand its address and three byte strides. Rows have no gaps inside.
+Arguments of a loop (`LoweringContext.launch_rows`): the row length, three further extents, the number of
+parts of a row; then for each operand its address and three byte strides. Elements of a row are contiguous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RowPart:
         at: Address of the row in each operand.
         start: The first element of the part.
         stop: The one after the last.
-        place: The row's indices in the three outer dimensions.
+        place: Indices of the row in the three outer dimensions.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class RowPart:
 
 
 @contextmanager
-def rows(k: Emitter, n_operands: int) -> Iterator[RowPart]:
-    """Run the block for each row, or part of a row, of the chunk."""
+def each_row(k: Emitter, n_operands: int) -> Iterator[RowPart]:
+    """Emit the block for each row, or part of a row, of the chunk."""
     n0, n1, n2, n3, n_parts = k.ints(5)
     operands = [k.ints(4) for _ in range(n_operands)]
     n_rows = n1 * n2 * n3
@@ -55,8 +55,8 @@ def rows(k: Emitter, n_operands: int) -> Iterator[RowPart]:
         yield RowPart(n0, at, start, stop, (i1, i2, i3))
 
 
-def lanes(k: Emitter, start: Value, stop: Value, body: Callable[[Value, Value | None], None]) -> None:
-    """Call `body(i, mask)` for elements `i` on, as many as a vector has; the last time with a mask."""
+def each_vector(k: Emitter, start: Value, stop: Value, body: Callable[[Value, Value | None], None]) -> None:
+    """Emit `body(i, mask)` for each vector of elements from `i` on; the last, partial one has a mask."""
     n = k.level.lanes
     whole = start + (stop - start) // n * n
     with k.loop(start, whole, n) as i:

@@ -1,0 +1,333 @@
+"""The rules of ops and of fusion patterns, and what a rule calls to emit the steps of a node.
+
+A rule is a function `(node, ctx)`, or `(group, ctx)` for a pattern. It launches kernels on a
+`LoweringContext`, in which operands have no addresses yet: `ctx.address(tensor)` returns a symbol, an integer
+with bit 62 set, the number of an operand slot, and an offset. Rules add offsets to symbols as they would to
+addresses. So the steps serve all nodes of a kind; a plan (`llvm.plan`) adds the address of each slot. The
+lowest six bits of an operand's symbol are those of its address, so that rules can ask how it is aligned.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.backends.common.fusion import Group, Name
+from ggmlb.backends.common.kinds import Item
+from ggmlb.backends.common.rules import FLOATS, Rules
+from ggmlb.backends.common.strided import Mem, merged
+from ggmlb.backends.llvm.codegen.host import kept_nbytes
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
+from ggmlb.backends.llvm.kernels.driver import STEP_WORDS
+from ggmlb.core.dtypes import DType
+from ggmlb.core.tensor import Ne, Tensor
+from ggmlb.system.progress import Task
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.backend import LlvmBackend
+    from ggmlb.backends.llvm.kernels.activations import ActivationLayout
+
+    Ints = npt.NDArray[np.int64]
+
+# -- rules -----------------------------------------------------------------------------------------
+
+RULES: Final[Rules[Callable[[Tensor, LoweringContext], None]]] = Rules()
+"""For each op its conditions and how it is lowered."""
+
+LowerGroup = Callable[[Group, "LoweringContext"], None]
+
+GROUP_RULES: Final[dict[Name, tuple[Callable[[Group], bool], LowerGroup]]] = {}
+"""For each fusion pattern whether there is a kernel for a group, and how it is lowered."""
+
+
+def group_rule(*patterns: Name, condition: Callable[[Group], bool]) -> Callable[[LowerGroup], LowerGroup]:
+    """Register the decorated function to lower groups of these patterns under a condition."""
+
+    def register(lower: LowerGroup) -> LowerGroup:
+        GROUP_RULES.update(dict.fromkeys(patterns, (condition, lower)))
+        return lower
+
+    return register
+
+
+def can_fuse(group: Group) -> bool:
+    """Whether a kernel computes a group of nodes at once."""
+    return GROUP_RULES[group.pattern][0](group)
+
+
+def lower(item: Item, ctx: LoweringContext) -> None:
+    """Emit the steps of a node that is not declined, or of a group that `can_fuse`."""
+    if isinstance(item, Group):
+        GROUP_RULES[item.pattern][1](item, ctx)
+    else:
+        RULES[item.op](item, ctx)
+
+
+READ: Final = FLOATS | {d for d in DType if d.name.lower() in FORMATS}
+"""Types of weights that kernels read: floats and quantised blocks."""
+
+
+def name(tensor: Tensor | Mem) -> str:
+    """The name of the element type, as kernels take it."""
+    return tensor.dtype.name.lower()
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+LEAST_WORK = 6000
+"""Least work of a step for several threads [ns]; sharing it costs about a sixth of this."""
+
+CHUNK_WORK = 3000
+"""Least work of a chunk [ns]."""
+
+CHUNKS_PER_THREAD = 8
+"""Chunks per thread of a long step: a thread that starts late computes fewer of them."""
+
+SCRATCH, ACTIVATIONS, ERRORS, NUMBER, OPERANDS = range(5)
+"""Slots: scratch memory of the item, quantised activations, the record of errors, the number of the item's
+first step, and the first operand."""
+
+_SYMBOL, _SLOT_BITS = 1 << 62, 48
+_OFFSET = (1 << _SLOT_BITS) - 1
+
+
+def symbol(slot: int, offset: int = 0) -> int:
+    """Return the symbol of an address in a slot's memory."""
+    return _SYMBOL | slot << _SLOT_BITS | offset
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredSteps:
+    """The steps of a kind of node or group.
+
+    Attributes:
+        n_steps: Number of steps.
+        words: For each step the kernel's address, the offset of its arguments in `args` [bytes], and its
+            number of chunks.
+        args: The arguments of all steps; where they are symbols, offsets in slots.
+        places: Indices of symbols in `args`.
+        slots: Their slots.
+        n_scratch: Size of scratch memory [bytes].
+        n_activations: Size of the memory for quantised activations [bytes].
+        quantized: Slot of the operand whose values that memory holds afterwards, and in which layout; `None`:
+            as before.
+        shares: Whether any step is for several threads.
+        kept: Arrays that the steps read, kept alive.
+    """
+
+    n_steps: int
+    words: Ints
+    args: Ints
+    places: Ints
+    slots: Ints
+    n_scratch: int
+    n_activations: int
+    quantized: tuple[int, ActivationLayout] | None
+    shares: bool
+    kept: list[Any]
+
+
+_NONE: Final[Ints] = np.zeros(0, np.int64)
+
+NOTHING: Final = LoweredSteps(
+    0, np.zeros((0, STEP_WORDS), np.int64), _NONE, _NONE, _NONE, 0, 0, None, False, []
+)
+"""The steps of an item that has nothing to compute."""
+
+
+class LoweringContext:
+    """Collects the steps of a node or group.
+
+    Args:
+        backend: The stream, whose threads share steps.
+        task: Progress task, notified when a kernel is compiled.
+        symbols: The symbols of the tensors that the item reads and writes.
+        quantized: Slot of the operand whose quantised values are in memory already, and in which layout;
+            `None` if there are none.
+
+    Attributes:
+        library: The kernels.
+        level: The instruction set that they are compiled for.
+        n_threads: Threads that may share a step.
+    """
+
+    def __init__(
+        self,
+        backend: LlvmBackend,
+        task: Task,
+        symbols: Mapping[Tensor, int],
+        quantized: tuple[int, ActivationLayout] | None,
+    ) -> None:
+        self.library = backend.library
+        self.level = backend.library.target.level
+        self.n_threads = backend.pool.n
+        self._task = task
+        self._symbols = symbols
+        self._steps: list[tuple[int, Sequence[int | float], int]] = []
+        self._kept: list[Any] = []
+        self._n_scratch = self._n_activations = 0
+        self._in_memory = quantized
+        self._quantized: tuple[int, ActivationLayout] | None = None
+
+    @property
+    def report(self) -> tuple[int, int]:
+        """Return where the next step's kernel reports a bad row number, and the step's number from 1."""
+        return symbol(ERRORS), symbol(NUMBER, len(self._steps) + 1)
+
+    def address(self, operand: Tensor | Mem) -> int:
+        """Return the symbol of the first element's address."""
+        return operand.offset if isinstance(operand, Mem) else self._symbols[operand]
+
+    def mem(self, operand: Tensor) -> Mem:
+        """Return the memory of an operand, for windows of it."""
+        return Mem(None, self.address(operand), operand.dtype, operand.ne, operand.nb)
+
+    def scratch(self, nbytes: int) -> int:
+        """Reserve scratch memory for the steps of this item; return its symbol."""
+        start = self._n_scratch
+        self._n_scratch += -(-nbytes // 64) * 64
+        return symbol(SCRATCH, start)
+
+    def constant(self, array: npt.NDArray[Any]) -> int:
+        """Return the address of an array, which is kept alive."""
+        self._kept.append(array)
+        return int(array.ctypes.data)
+
+    def activations(self, tensor: Tensor, nbytes: int, layout: ActivationLayout) -> tuple[int, bool]:
+        """Return memory for a tensor's quantised values, and whether they are there already."""
+        key = (self._symbols[tensor] & ~_OFFSET & ~_SYMBOL) >> _SLOT_BITS, layout
+        are_there = self._in_memory == key
+        if not are_there:
+            self._in_memory = self._quantized = key
+            self._n_activations = max(self._n_activations, nbytes)
+        return symbol(ACTIVATIONS), are_there
+
+    def chunks(self, work: float, most: int | None = None) -> int:
+        """Return the number of chunks for some work [ns]; 1 for a single thread."""
+        if work < LEAST_WORK:
+            return 1
+        n = max(2, min(int(work // CHUNK_WORK), CHUNKS_PER_THREAD * self.n_threads))
+        if n > self.n_threads:  # as many for each
+            n = -(-n // self.n_threads) * self.n_threads
+        return n if most is None else max(1, min(n, most))
+
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        params: Sequence[Any],
+        args: Sequence[int | float],
+        n_chunks: int = 1,
+    ) -> None:
+        """Append a step that runs a kernel.
+
+        Args:
+            kernel: The function that emits its code.
+            params: Compile-time parameters.
+            args: Arguments, in the order in which the kernel reads them.
+            n_chunks: From `chunks`.
+        """
+        self._steps.append((self.library.address(kernel, tuple(params), self._task), args, n_chunks))
+
+    def launch_rows(
+        self,
+        kernel: Callable[..., None],
+        params: Sequence[Any],
+        args: Sequence[int | float],
+        ne: Ne,
+        operands: Sequence[Tensor | Mem],
+        work: float,
+        *,
+        join: bool = False,
+        cut: bool = False,
+    ) -> None:
+        """Append a step whose kernel loops over the rows of operands (`kernels.row_loop`).
+
+        Args:
+            kernel: The function that emits its code.
+            params: Compile-time parameters.
+            args: Arguments before those of the loop.
+            ne: The extents of the loop.
+            operands: In the kernel's order; extents of 1 are repeated.
+            work: Of an element [ns].
+            join: Whether rows that follow each other in all operands may be treated as one.
+            cut: Whether threads may share a row.
+        """
+        extents: Sequence[int] = ne
+        strides: list[Sequence[int]] = [_strides(o, ne) for o in operands]
+        if join:
+            merged_ne, merged_nbs = merged(extents, strides, keep_first=True)
+            rest = 4 - len(merged_ne)
+            extents, strides = [*merged_ne, *[1] * rest], [[*nb, *[0] * rest] for nb in merged_nbs]
+        n_rows = extents[1] * extents[2] * extents[3]
+        n = self.chunks(extents[0] * n_rows * work)
+        groups = min(n, n_rows)
+        parts = 1
+        if cut and groups < n:
+            parts = max(1, min(-(-n // groups), extents[0] // LEAST_PART))
+        loop = [*extents, parts]
+        for o, nb in zip(operands, strides, strict=True):
+            loop += (self.address(o), *nb[1:])
+        self.launch(kernel, params, (*args, *loop), groups * parts)
+
+    def lowered(self) -> LoweredSteps:
+        """Return the steps."""
+        steps = self._steps
+        words = np.zeros((len(steps), STEP_WORDS), np.int64)
+        start = 0
+        for i, (kernel, of_step, n_chunks) in enumerate(steps):
+            words[i] = kernel, 8 * start, n_chunks
+            start += len(of_step)
+        args = list(chain.from_iterable([of_step for _, of_step, _ in steps]))
+        symbols = {i: a for i, a in enumerate(args) if not isinstance(a, float) and a >= _SYMBOL}
+        for i, found in symbols.items():
+            args[i] = found & _OFFSET
+        formats = "".join("d" if isinstance(a, float) else "q" for a in args)
+        slots = [(found & ~_SYMBOL) >> _SLOT_BITS for found in symbols.values()]
+        return LoweredSteps(
+            n_steps=len(steps),
+            words=words,
+            args=np.frombuffer(struct.pack("=" + formats, *args), np.int64),
+            places=np.array(list(symbols), np.int64),
+            slots=np.array(slots, np.int64),
+            n_scratch=self._n_scratch,
+            n_activations=self._n_activations,
+            quantized=self._quantized,
+            shares=any(n_chunks > 1 for *_, n_chunks in steps),
+            kept=self._kept,
+        )
+
+
+# -- loops over rows -------------------------------------------------------------------------------
+
+VECTOR_NBYTES = 64
+"""Bytes of the widest vectors."""
+
+LEAST_PART = 2048
+"""Least elements of a part of a row that threads share."""
+
+
+def _strides(operand: Tensor | Mem, ne: Ne) -> Sequence[int]:
+    """Return the byte strides of an operand in a loop; 0 where an element is repeated."""
+    nb = operand.nb
+    if operand.ne[0] == 1:  # its own stride is never taken; as a whole row's, such rows may be joined by it
+        nb = (operand.dtype.type_size, *nb[1:])
+    if operand.ne == ne:
+        return nb
+    first = nb[0] if ne[0] == 1 else 0  # by which such rows are not joined to one that is longer than memory
+    return [first if operand.ne[0] == 1 else nb[0]] + [
+        0 if n == 1 else b for n, b in zip(operand.ne[1:], nb[1:], strict=True)
+    ]
+
+
+def past_caches(node: Tensor, ctx: LoweringContext) -> bool:
+    """Whether to write a result past the caches, because a thread's operands do not fit there."""
+    nbytes = sum(t.nbytes for t in (node, *node.src) if t is not None)
+    if nbytes <= ctx.n_threads * kept_nbytes():
+        return False
+    return not any(n % VECTOR_NBYTES for n in (ctx.address(node), *node.nb[1:]))
