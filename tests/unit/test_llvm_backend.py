@@ -133,6 +133,19 @@ def test_products_with_chosen_matrices(dtype: str, n_tokens: int, llvm: LlvmBack
     check(program, llvm, 3e-4 if kind.is_quantized else 1e-9)
 
 
+@pytest.mark.parametrize("ne0", [5, 70])
+@pytest.mark.parametrize("scale", [1e30, -1e30, 3e20])
+def test_soft_max_of_large_logits(scale: float, ne0: int, llvm: LlvmBackend) -> None:
+    """The row maximum is subtracted from products that are rounded as it is."""
+
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        x, mask = leaf(F32, ne0, 6), leaf(F32, ne0, 6)
+        return c.add(c.soft_max_ext(x, None, scale, 0.0), c.soft_max_ext(x, mask, scale, 0.0))
+
+    check(program, llvm)
+    assert set(computed(program, llvm).ravel()) <= {0.0, 1.0, 2.0}
+
+
 def attention(
     d: int, n_q: int, n_kv: int, heads: tuple[int, int], cache: DType, **options: Any
 ) -> Program:  # fmt: skip

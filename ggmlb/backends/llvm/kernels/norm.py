@@ -115,7 +115,8 @@ def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
         maximum = k.variable(k.const(vec(F32, n), infinity))
 
         def logits(i: Value, mask: Value | None) -> Value:
-            z = load_floats(k, "f32", row.at[1] + i * 4, n, mask) * scale
+            # Rounded as the row maximum is: a fused difference of large numbers would not be 0.
+            z = load_floats(k, "f32", row.at[1] + i * 4, n, mask).times(scale)
             if mask_type is not None:
                 z = z + load_floats(k, mask_type, bias + i * SIZES[mask_type], n, mask) * slope
             return z

@@ -100,7 +100,7 @@ def _rope(node: Tensor, ctx: LoweringContext) -> None:
 
 
 def _rotate(node: Tensor, cache: Tensor | None, ctx: LoweringContext) -> None:
-    """Emit the step of a rope; a token's heads are written to the row of `cache` that its index names, if given."""
+    """Emit the step of a rope; tokens are written to the rows of `cache` that its indices name, if given."""
     a, positions = node.operand(0), node.operand(1)
     factors = node.optional(2)
     p = node.params
