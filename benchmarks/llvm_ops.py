@@ -171,7 +171,7 @@ TITLES = {
 
 def read(k: Emitter) -> None:
     """Add up vectors: address, bytes, where to put the sums."""
-    from ggmlb.backends.llvm.codegen.value import I32, vec
+    from ggmlb.backends.llvm.codegen.emit import I32, vec
 
     n = k.level.lanes
     address, nbytes, to = k.ints(3)

@@ -46,7 +46,7 @@ TURNS, SUMS = 20000, 8
 
 def floats(k: Emitter) -> None:
     """Multiply and add in registers: where to put the sums."""
-    from ggmlb.backends.llvm.codegen.value import F32, vec
+    from ggmlb.backends.llvm.codegen.emit import F32, vec
 
     (to,) = k.ints(1)
     x = k.load(vec(F32, k.level.lanes), to)
@@ -60,8 +60,8 @@ def floats(k: Emitter) -> None:
 
 def codes(k: Emitter) -> None:
     """Multiply codes of 4 bits with signed bytes in registers, in groups of 8: where to put the sums."""
+    from ggmlb.backends.llvm.codegen.emit import I8, I32, vec
     from ggmlb.backends.llvm.codegen.simd import Dot, add_words
-    from ggmlb.backends.llvm.codegen.value import I8, I32, vec
 
     n, (to,) = max(8, k.level.lanes), k.ints(1)
     xs = [k.load(vec(I8, 4 * n), to + 4 * n * i) for i in range(SUMS // 2)]

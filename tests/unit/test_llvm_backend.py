@@ -19,10 +19,9 @@ from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
 from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.llvm import LlvmReg, backend_reg, plan
 from ggmlb.backends.llvm.backend import LlvmBackend
-from ggmlb.backends.llvm.codegen.emit import Emitter
+from ggmlb.backends.llvm.codegen.emit import I64, Emitter
 from ggmlb.backends.llvm.codegen.host import target_for
 from ggmlb.backends.llvm.codegen.library import Library
-from ggmlb.backends.llvm.codegen.value import I64
 from ggmlb.backends.llvm.kernels import elementwise, float_bands
 from ggmlb.backends.llvm.lowering import context
 from ggmlb.backends.llvm.lowering.context import lower
@@ -386,14 +385,14 @@ def test_a_scheduler_gives_it_what_it_computes_and_copies_nothing() -> None:
 
 def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
-    params = ("neg", 0, ("f32", "f32"), False)
+    params = ("neg", 0, ("f32", "f32"), False, False)
     first, second, third = (Library(target_for(None)) for _ in range(3))
-    first.address(elementwise.unary, params)
+    first.address(elementwise.elementwise, params)
     (kept,) = (tmp_path / "llvm").glob("*.o")
-    second.address(elementwise.unary, params)
+    second.address(elementwise.elementwise, params)
     assert (first.n_compiled, second.n_compiled) == (1, 0)
     kept.write_bytes(kept.read_bytes()[:-100])
-    third.address(elementwise.unary, params)
+    third.address(elementwise.elementwise, params)
     assert third.n_compiled == 1
 
 

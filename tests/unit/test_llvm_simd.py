@@ -17,9 +17,8 @@ from collections.abc import Callable
 
 import ggmlb
 from ggmlb.backends.llvm.codegen import host, simd
-from ggmlb.backends.llvm.codegen.emit import Emitter
+from ggmlb.backends.llvm.codegen.emit import F32, I8, Emitter, vec
 from ggmlb.backends.llvm.codegen.library import Library, function, library, optimised, source_files
-from ggmlb.backends.llvm.codegen.value import F32, I8, vec
 from ggmlb.backends.llvm.kernels import (
     activations,
     attention,
@@ -32,7 +31,7 @@ from ggmlb.backends.llvm.kernels import (
     matvec,
     tiles,
 )
-from ggmlb.backends.llvm.kernels.attention_units import HeadParams
+from ggmlb.backends.llvm.kernels.attention import HeadParams
 from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.backends.llvm.kernels.convert import WRITERS
 from ggmlb.core import dtypes
@@ -244,12 +243,12 @@ FLASH = HeadParams(64, 64, "f32", "q8_0", "f16", True, True, True)
 @pytest.mark.parametrize(
     ("emit", "params", "instruction"),
     [
-        (matvec.quantized, ("q4_k", 4, 1), "sdot"),
-        (matvec.quantized, ("iq4_nl", 4, 1), "tbl"),
-        (interleaved_products.quantized, ("q2_k", 1), "sdot"),
-        (byte_tiles.quantized, ("q6_k", False, 3, tiles.Epilogue()), "sdot"),
+        (matvec.few, ("q4_k", 4, 1, "q8"), "sdot"),
+        (matvec.few, ("iq4_nl", 4, 1, "q8"), "tbl"),
+        (interleaved_products.few, ("q2_k", 1, "q8"), "sdot"),
+        (byte_tiles.many, ("q6_k", "q8", False, 3, tiles.Epilogue()), "sdot"),
         (float_bands.floats, ("f32", "f32", 4), "fmla"),
-        (float_tiles.floats, ("f16", "f32", False, 6, tiles.Epilogue(True, "gelu")), "fmla"),
+        (float_tiles.many, ("f16", "f32", False, 6, tiles.Epilogue(True, "gelu")), "fmla"),
         (activations.quantize, ("f32", activations.ActivationLayout(wide=True)), "frintx"),
         (convert.copy, ("q8_0", "f32"), "frinta"),
         (convert.copy, ("iq4_nl", "f32"), "tbl"),

@@ -63,6 +63,10 @@ def backend_reg() -> LlvmReg:
 @checked
 def _features(reg: BackendReg) -> list[tuple[str, str]]:
     """Return the version of LLVM and the instruction set of the code."""
-    from ggmlb.backends.llvm.device import features
+    from llvmlite import binding
 
-    return features()
+    from ggmlb.backends.llvm.codegen.library import library
+
+    target = library().target
+    version = ".".join(map(str, binding.llvm_version_info))
+    return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name)]

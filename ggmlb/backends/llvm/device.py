@@ -90,12 +90,3 @@ class LlvmDevice(Device):
     def extra_bufts(self) -> tuple[BufferType, ...]:
         """`LLVM_Repacked`, which stores weights in interleaved strips (ggml_backend_dev_get_extra_bufts)."""
         return (self._repacked,)
-
-
-def features() -> list[tuple[str, str]]:
-    """Return the version of LLVM and the target of its code."""
-    from llvmlite import binding
-
-    target = library().target
-    version = ".".join(map(str, binding.llvm_version_info))
-    return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name)]

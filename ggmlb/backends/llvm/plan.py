@@ -150,6 +150,7 @@ class _Kinds:
         self, backend: LlvmBackend, items: Sequence[Item], task: progress.Task, kept: list[Any]
     ) -> None:
         self._backend, self._items, self._task, self._kept = backend, items, task, kept
+        self._lowered_for = backend.lowered_for
         backend.kinds.make_room()
         self._tensors_of = [operands_of(item) for item in items]
         self._operands = Operands(self._tensors_of, backend.kinds, self._starts_of)
@@ -165,10 +166,12 @@ class _Kinds:
         """Return the steps of each item, how many slots it has, and the addresses of all slots."""
         operands, found, flat = self._operands, list[LoweredSteps](), list[int]()
         n = len(operands.addresses)
+        common = n, n + 1, n + 2, n + 3
         for item, tensors in zip(self._items, self._tensors_of, strict=True):
             numbers = list(map(operands.numbers.__getitem__, tensors))
             found.append(self._lowered(item, tensors, numbers) if tensors else NOTHING)
-            flat += (n, n + 1, n + 2, n + 3, *numbers)
+            flat += common
+            flat += numbers
         scratch = self._take(self._backend.scratch, max([x.n_scratch for x in found], default=0))
         activations = self._take(self._backend.activations, max([x.n_activations for x in found], default=0))
         addresses = [*operands.addresses, scratch, activations, errors.ctypes.data, 0]
@@ -180,7 +183,7 @@ class _Kinds:
         """Return the steps of an item, given the numbers of its operands."""
         operands, kinds = self._operands, self._backend.kinds
         quantized = self._quantized and self._still_quantized(item, numbers)
-        kind = (self._backend.lowered_for, quantized, *operands.kind(item, numbers))
+        kind = (self._lowered_for, quantized, *operands.kind(item, numbers))
         lowered = kinds.lowered.get(kind)
         if lowered is None:
             first = {t: i for i, t in reversed([*enumerate(tensors)]) if t is not None}

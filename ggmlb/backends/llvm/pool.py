@@ -10,18 +10,15 @@ from __future__ import annotations
 import ctypes
 from _thread import allocate_lock
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.llvm.codegen.library import function
+from ggmlb.backends.llvm.codegen.library import Library, function
 from ggmlb.backends.llvm.kernels import driver
 from ggmlb.interface.host import aligned_empty
 from ggmlb.system.process import process_state, start_thread
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.library import Library
 
 SPINS = 40000
 """Polls of an idle worker before it sleeps, of about 25 ns each."""

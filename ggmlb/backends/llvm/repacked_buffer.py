@@ -7,8 +7,7 @@ device's extra buffer type: `get_proc_address("dev_get_extra_bufts")`.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from ggmlb.backends.llvm.codegen.library import Emit, function, library
 from ggmlb.backends.llvm.codegen.simd import SIZES
 from ggmlb.backends.llvm.kernels import interleaved
 from ggmlb.backends.llvm.kernels.blocks import FORMATS
-from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes
@@ -95,12 +93,7 @@ def _is_whole(tensor: Tensor) -> bool:
 def _move(emit: Emit, packed: Bytes, rows: Bytes, tensor: Tensor) -> None:
     """Run a kernel on whole strips, and the same rows in ggml's layout."""
     dtype, k = tensor.dtype, tensor.ne[0]
-    kernel = _kernel(emit, dtype)
+    kernel = function(library().address(emit, (dtype.name.lower(), dtype.type_size)), 4)
     n_strips = rows.size // (interleaved.ROWS * dtype.row_size(k))
     args = np.array([packed.ctypes.data, rows.ctypes.data, k // dtype.block_size, n_strips], np.int64)
     kernel(args.ctypes.data, 0, 1, 0)
-
-
-@cache
-def _kernel(emit: Emit, dtype: DType) -> Any:
-    return function(library().address(emit, (dtype.name.lower(), dtype.type_size)), 4)

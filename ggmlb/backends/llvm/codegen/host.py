@@ -18,34 +18,9 @@ from typing import Any
 
 import llvmlite
 
+from ggmlb.backends.llvm.codegen.emit import Level
 from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.system import disk_cache
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """An instruction set supported by the vector layer.
-
-    Attributes:
-        name: As GGMLB_SIMD gives it.
-        lanes: 32-bit lanes of its vectors.
-        dot: Method of byte products: `vnni`, `maddubs`, `sdot` or `widen`.
-        tiles: Whether it has tile products of bytes (AMX).
-        f16: Whether it converts halves in hardware.
-        needs: Required host features, by LLVM's names.
-        cpu: LLVM's processor for code below the host's own level.
-        features: Features added to that processor.
-    """
-
-    name: str
-    lanes: int
-    dot: str
-    f16: bool
-    needs: frozenset[str]
-    cpu: str
-    features: str
-    tiles: bool = False
-
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}

@@ -53,7 +53,7 @@ class Library:
 
     @cached_property
     def _engine(self) -> Any:
-        """What loads code that `loader` declines."""
+        """MCJIT, for code that `loader` cannot load."""
         from llvmlite import binding
 
         return binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)

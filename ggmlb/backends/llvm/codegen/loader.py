@@ -2,8 +2,8 @@
 
 A kernel is an object file of one function and its constants. On x86-64 with ELF, LLVM's code model for
 compilation at run time refers to constants by absolute addresses only: the sections are laid out in memory,
-their addresses are written where the file says, and the memory is made executable. Objects of other formats,
-and those that call functions of libraries, are declined.
+their addresses are written where relocations ask for them, and the memory is made executable. Objects of
+other formats, and those that call functions of libraries, are declined.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _entries(data: bytes, section: _Section, kind: Struct) -> Iterator[tuple[Any
 
 
 def _placed(image: bytearray, places: Iterable[tuple[int, int]]) -> int:
-    """Return where in executable memory an image lies; each place in it holds the address of another."""
+    """Copy an image to executable memory, with addresses written at its relocations; return its address."""
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
     size = ctypes.c_size_t(len(image))

@@ -7,13 +7,23 @@ They use LLVM's generic vector operations, or else the level's instructions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from ggmlb.backends.llvm.codegen.value import F16, F32, F64, I1, I8, I16, I32, I64, Value, lanes_of, like, vec
+from ggmlb.backends.llvm.codegen.emit import (
+    F16,
+    F32,
+    F64,
+    I1,
+    I8,
+    I16,
+    I32,
+    I64,
+    Emitter,
+    Value,
+    lanes_of,
+    like,
+    vec,
+)
 from ggmlb.core.dtypes import DType
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 # -- bytes -----------------------------------------------------------------------------------------
 
@@ -24,8 +34,8 @@ _ANY = 1 << 30
 class Dot:
     """Sums of products of codes and signed bytes: of four neighbours each, added to 32-bit lanes.
 
-    Codes are unsigned and stand for `code - offset`; or signed, with an `offset` of `None`. What the
-    offset takes away depends on the signed bytes only: it is where the sums start, once for many rows.
+    Codes are unsigned and mean `code - offset`; or signed, with an `offset` of `None`. The offset times the
+    sum of the signed bytes is subtracted in the sums' initial value, computed once for many rows.
     """
 
     def __init__(self, k: Emitter, lanes: int) -> None:
@@ -33,27 +43,27 @@ class Dot:
         self.lanes = lanes
 
     def start(self, x: Value, offset: int | None) -> Value:
-        """What the sums of products with `x`, `<4 lanes x i8>`, begin at."""
+        """Return the initial value of sums of products with `x`, `<4 lanes x i8>`."""
         k, zero = self.k, self.k.const(vec(I32, self.lanes), 0)
         if shift := self._shift(offset):
             return zero - self._unsigned(zero, k.const(x.type, shift), x)
         return zero
 
     def start_from(self, count: Value, offset: int | None) -> Value:
-        """The same, for lanes that all meet the same signed bytes, from -128 times the sum of these."""
+        """Return the same where all lanes have the same signed bytes, from -128 times the sum of these."""
         if shift := self._shift(offset):
             assert shift == 128
             return count.splat(self.lanes)
         return self.k.const(vec(I32, self.lanes), 0)
 
     def _shift(self, offset: int | None) -> int:
-        """What codes are above the values that they are multiplied as."""
+        """Return what the codes given to the instruction exceed their values by."""
         if self.k.level.dot == "vnni":
             return 128 if offset is None else offset
         return offset or 0 if self.k.level.dot == "maddubs" else 0
 
     def __call__(self, sums: Value, codes: Value, x: Value, offset: int | None) -> Value:
-        """`sums + codes . x`, where `sums` began at `start(x, offset)`."""
+        """Return `sums + codes . x`, where the initial value of `sums` was `start(x, offset)`."""
         k = self.k
         if k.level.dot == "vnni":
             return self._unsigned(sums, codes ^ -128 if offset is None else codes, x)
@@ -69,7 +79,7 @@ class Dot:
         counts: Sequence[Value] = (),
         start: Value | None = None,
     ) -> DotSum:
-        """A sum of products that is to be added up; see `DotSum`."""
+        """Return an empty sum; see `DotSum`."""
         return DotSum(self, offset, most, scale, counts, start)
 
     def pairs(self, a: Value, b: Value) -> Value:
@@ -84,7 +94,7 @@ class Dot:
         return products[0] + products[1]
 
     def twice(self, x: Value) -> Value:
-        """The lower half of 32-bit lanes, in both of their halves; numbers of 16 bits as they are."""
+        """Copy the lower half of 32-bit lanes to the upper half; 16-bit lanes are returned as they are."""
         n = 2 * self.lanes
         if x.type.count == n:
             return x
@@ -128,16 +138,16 @@ class Dot:
 
 
 class DotSum:
-    """A sum of byte products that is being added up, times a factor.
+    """A running sum of byte products, times a factor.
 
     Args:
         dot: The method.
-        offset: Of the codes; see `Dot`.
-        most: The greatest magnitude of what they stand for.
-        scale: What the sum is multiplied by, of 16 bits: 32-bit lanes, or two alike for each; `None` for 1.
+        offset: Offset of the codes; see `Dot`.
+        most: Greatest magnitude of `code - offset`.
+        scale: 16-bit factors in 32-bit lanes, or two equal ones per lane; `None` for 1.
         counts: Sums of the signed bytes in each lane, of 16 bits each: of the first two of each four, and of
             the others. With more than one vector, of both together.
-        start: What the sum begins at, where there are no counts.
+        start: The initial value, where there are no counts.
 
     Attributes:
         at_once: Products that can be added before their sum needs more than 16 bits, where it has these.
@@ -164,7 +174,7 @@ class DotSum:
             pairs = counts[0]
             for count in counts[1:]:
                 pairs = pairs + count
-            if fit > 1:  # such sums end right though they overflow on the way
+            if fit > 1:  # such sums are right at the end though they overflow before
                 self._pairs = pairs * -shift
             else:
                 self._sums = dot.pairs(pairs, dot.k.const(pairs.type, -shift))
@@ -183,7 +193,7 @@ class DotSum:
         return self._sums if self._scale is None or self._in_pairs else self._sums * self._scale
 
     def _now(self) -> Value:
-        """The running sum: of pairs, or whole."""
+        """The running sum: of pairs, or of four products."""
         if self.at_once < _ANY:
             return self.dot.k.const(vec(I16, 2 * self.dot.lanes), 0) if self._pairs is None else self._pairs
         return self.dot.k.const(vec(I32, self.dot.lanes), 0) if self._sums is None else self._sums
@@ -212,7 +222,7 @@ class DotSum:
         )
 
     def _settle(self) -> None:
-        """Add what is in pairs to the whole sum."""
+        """Add the sums of pairs to the 32-bit sum."""
         if self._pairs is not None:
             found = self._whole(self._pairs)
             self._sums = found if self._sums is None else self._sums + found
@@ -224,8 +234,8 @@ def add_words(
 ) -> None:
     """Add `n` products to each group: of the codes of its row with the signed bytes of its column.
 
-    `read` gives the codes of all rows and the bytes of all columns, by number. With sums of 16 bits, that are
-    cheap to add to, a loop keeps LLVM from holding what is read in the few registers instead of them.
+    `read` returns the codes of all rows and the bytes of all columns, by number. With sums of 16 bits, a loop
+    keeps LLVM from filling the few registers with loaded codes instead of sums.
     """
     every = [(r, c, group) for r, row in enumerate(groups) for c, group in enumerate(row)]
     k, at_once = every[0][2].dot.k, every[0][2].at_once
@@ -403,7 +413,7 @@ _EXP = (1.3814540579915047e-3, 8.36874544620514e-3, 4.166838899254799e-2, 1.6666
 """`(exp(r) - 1 - r) / r^2` up to half of ln 2: minimax, 3e-9 of the exponential; highest power first."""
 
 _ROUND = 12582912.0
-"""Added and taken away, it rounds what is small beside it to an integer."""
+"""Adding and subtracting it rounds numbers below 2^22 to integers."""
 
 
 def polynomial(k: Emitter, x: Value, coefficients: Sequence[float]) -> Value:
@@ -455,7 +465,7 @@ def _scaled(k: Emitter, x: Value, n: Value) -> Value:
 
 
 def _between(k: Emitter, x: Value, low: float, high: float) -> Value:
-    """The nearest number between two; NaN of NaN."""
+    """Clamp `x`; NaN stays NaN."""
     most, least = k.const(x.type, high), k.const(x.type, low)
     x = k.select(most < x, most, x)
     return k.select(least > x, least, x)

@@ -16,16 +16,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, folds, load_floats
-from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, lanes_of, like, vec
+from ggmlb.backends.llvm.codegen.emit import F32, I8, I16, I32, Emitter, Level, Value, lanes_of, like, vec
+from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, DotSum, folds, load_floats
 from ggmlb.backends.llvm.kernels.blocks import FORMATS
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.codegen.host import Level
-    from ggmlb.backends.llvm.codegen.simd import DotSum
 
 HIGH = 128
 """Factor of high parts of codes. With low parts up to 64, a sum of two byte products fits in 16 bits."""
@@ -38,6 +33,10 @@ AT_ONCE = 4
 
 FLAGS = 32
 """Flags that are loaded at a time."""
+
+
+QUANTIZED = "q8"
+"""Type of quantised activations, in parameters of products."""
 
 
 class ActivationLayout(NamedTuple):

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from llvmlite import ir
 
-from ggmlb.backends.llvm.codegen.value import I8, Value, vec
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
+from ggmlb.backends.llvm.codegen.emit import I8, Emitter, Value, vec
 
 ROWS = 16
 """Rows of a register, and rows of the weight per product."""

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from ggmlb.backends.llvm.codegen.emit import F32, I8, I16, I32, Emitter, Value, like, vec
 from ggmlb.backends.llvm.codegen.simd import Dot, folds, greatest, total
-from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, like, vec
-from ggmlb.backends.llvm.kernels.blocks import FORMATS
+from ggmlb.backends.llvm.kernels.blocks import FORMATS, BlockFormat
 from ggmlb.core.dtypes import DType
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.kernels.blocks import BlockFormat
 
 _MOST, _LEAST = 32767.0, 1e-33
 _ROUND = 12582912.0

@@ -11,15 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ggmlb.backends.llvm.codegen.emit import F32, I1, I8, I16, I32, I64, Emitter, Value, like, vec
 from ggmlb.backends.llvm.codegen.simd import from_half, look_up
-from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I16, I32, I64, Value, like, vec
 from ggmlb.backends.llvm.kernels.interleaved import Interleaved, Words
 from ggmlb.core.dtypes import DType
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 _B32 = vec(I8, 32)
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from llvmlite import ir
 
-from ggmlb.backends.llvm.codegen.simd import Dot, add_words
-from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I32, I64, Value, vec
+from ggmlb.backends.llvm.codegen.emit import F32, I1, I8, I32, I64, Emitter, Level, Value, Variable, vec
+from ggmlb.backends.llvm.codegen.simd import Dot, DotSum, add_words
 from ggmlb.backends.llvm.kernels import amx, tiles
-from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, begin, layout_for_tiles, parts
-from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES
+from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, QuantRow, begin, layout_for_tiles, parts
+from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES, BlockFormat
 from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of, lanes, prefetches, spread
 from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
-    from ggmlb.backends.llvm.codegen.host import Level
-    from ggmlb.backends.llvm.codegen.simd import DotSum
-    from ggmlb.backends.llvm.kernels.activations import QuantRow
-    from ggmlb.backends.llvm.kernels.blocks import BlockFormat
 
 PASS = 0.35
 """Cost of another pass over a tile, in rows of activations."""
@@ -63,12 +56,12 @@ def _columns_at_once(level: Level) -> int:
     return 8 if level.lanes == 16 else 4
 
 
-def scratch_nbytes(k: int, dtype: str, n_rows: int) -> int:
-    """Bytes that a thread needs to pack a tile of `n_rows` rows of `k` elements."""
+def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -> int:
+    """Bytes that a thread needs to pack a tile of rows of `k` elements."""
     form, whole = FORMATS[dtype], -(-k // DEPTH) * DEPTH
     floats = whole // form.group * (2 if form.has_min else 1)
     flags = -(-k // 32 // FLAGS) * FLAGS if form.wide else 0
-    return n_rows * (whole + 4 * floats) + flags
+    return tile_rows(level, dtype, of_experts) * (whole + 4 * floats) + flags
 
 
 def _transpose(k: Emitter, source: Value, stride: int, to: Value, n_rows: int, words: Value) -> None:
@@ -199,18 +192,23 @@ def _unpack_strip(
                 k.store(minimum, packed.minimums + to + row * g)
 
 
-def quantized(k: Emitter, dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue) -> None:
-    """Multiply; arguments: `matvec.ARGS`, scratch and its size per thread, those of the epilogue."""
-    _quantized(k, dtype, is_interleaved, n_columns, MatChunk(k, tile_rows(k.level, dtype)), epilogue)
+def many(
+    k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
+) -> None:
+    """Multiply; arguments: `matvec.ARGS`, scratch and its size per thread, those of the epilogue.
+
+    `b_dtype`: `QUANTIZED`; `n_columns`: from `columns`.
+    """
+    _tiles(k, dtype, is_interleaved, n_columns, MatChunk(k, tile_rows(k.level, dtype)), epilogue)
 
 
-def expert_quantized(k: Emitter, dtype: str, is_interleaved: bool) -> None:
+def many_experts(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
     """Multiply the experts' matrices (mul_mat_id); see `matvec.ExpertChunk`."""
     chunk = ExpertChunk(k, tile_rows(k.level, dtype, of_experts=True))
-    _quantized(k, dtype, is_interleaved, _columns_at_once(k.level), chunk, Epilogue())
+    _tiles(k, dtype, is_interleaved, _columns_at_once(k.level), chunk, Epilogue())
 
 
-def _quantized(
+def _tiles(
     k: Emitter, dtype: str, is_interleaved: bool, n_columns: int, chunk: MatChunk, epilogue: Epilogue
 ) -> None:
     form = FORMATS[dtype]

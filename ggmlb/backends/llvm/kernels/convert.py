@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+from ggmlb.backends.llvm.codegen.emit import F32, I1, I8, I16, I32, I64, Emitter, Value, vec
 from ggmlb.backends.llvm.codegen.simd import (
     SIZES,
     fold,
@@ -20,14 +20,10 @@ from ggmlb.backends.llvm.codegen.simd import (
     store_floats,
     to_half,
 )
-from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I16, I32, I64, Value, vec
 from ggmlb.backends.llvm.kernels.blocks import FORMATS, IQ4, Fields
 from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
 from ggmlb.backends.llvm.kernels.tiles import transposed
 from ggmlb.core.dtypes import DType
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 # -- block writers: 32 floats to a block ------------------------------------------------------------
 

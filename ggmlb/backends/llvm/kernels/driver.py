@@ -25,14 +25,11 @@ word has therefore read the kernel and arguments of that step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llvmlite import ir
 
-from ggmlb.backends.llvm.codegen.value import I64, Value
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
+from ggmlb.backends.llvm.codegen.emit import I64, Emitter, Value, Variable
 
 DONE, STATE, STOP, NUMBER, WORDS, THREAD_WORDS = 0, 16, 32, 48, 64, 16
 YIELD, THREADS, BEFORE = STOP + 1, STOP + 2, NUMBER + 1

@@ -15,6 +15,7 @@ from ggmlb.backends.common.formulas import (
     NORMAL_AS_SIGMOID,
     SQRT_2_OVER_PI,
 )
+from ggmlb.backends.llvm.codegen.emit import Emitter, Value
 from ggmlb.backends.llvm.codegen.simd import (
     SIZES,
     exp,
@@ -29,12 +30,9 @@ from ggmlb.backends.llvm.codegen.simd import (
     store_floats,
     tanh,
 )
-from ggmlb.backends.llvm.codegen.value import Value
 from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-
     Function = Callable[..., Value]
     """`f(kernel, x, *params)`"""
 
@@ -53,6 +51,14 @@ def _gelu_erf(k: Emitter, x: Value) -> Value:
     return over_one_plus_exp(k, x, x * polynomial(k, x * x, NORMAL_AS_SIGMOID))
 
 
+def _gelu_quick(k: Emitter, x: Value) -> Value:
+    return over_one_plus_exp(k, x, x * GELU_QUICK_COEF)
+
+
+def _silu(k: Emitter, x: Value) -> Value:
+    return over_one_plus_exp(k, x, x)
+
+
 def _hardsigmoid(k: Emitter, x: Value) -> Value:
     return k.minimum(k.maximum((x + 3.0) / 6.0, 0.0), 1.0)
 
@@ -67,6 +73,12 @@ def _softplus(k: Emitter, x: Value) -> Value:
 def _xielu(k: Emitter, x: Value, alpha_n: Value, alpha_p: Value, beta: Value, eps: Value) -> Value:
     below = (expm1(k, k.minimum(x, eps)) - x) * alpha_n
     return k.select(x > 0.0, x * x * alpha_p, below) + x * beta
+
+
+def _swiglu_oai(k: Emitter, gate: Value, up: Value, alpha: Value, limit: Value) -> Value:
+    g = k.select(gate > limit, limit, gate)
+    up = k.select(up < -limit, -limit, k.select(up > limit, limit, up))
+    return over_one_plus_exp(k, g, g * alpha) * (up + 1.0)
 
 
 def _positive(k: Emitter, x: Value) -> Value:
@@ -96,9 +108,9 @@ FUNCTIONS: dict[str, Function] = {
     "relu": _positive,
     "sigmoid": sigmoid,
     "gelu": _gelu,
-    "gelu_quick": lambda k, x: over_one_plus_exp(k, x, x * GELU_QUICK_COEF),
+    "gelu_quick": _gelu_quick,
     "gelu_erf": _gelu_erf,
-    "silu": lambda k, x: over_one_plus_exp(k, x, x),
+    "silu": _silu,
     "hardswish": lambda k, x: x * _hardsigmoid(k, x),
     "hardsigmoid": _hardsigmoid,
     "exp": exp,
@@ -119,78 +131,45 @@ FUNCTIONS: dict[str, Function] = {
     "leaky_relu": _leaky,
     "copy": lambda k, x: x,
     "fill": lambda k, x, value: value,
-}
-"""Functions by ggml's name in lower case."""
-
-PAIRS: dict[str, Function] = {
     "add": lambda k, x, y: x + y,
     "sub": lambda k, x, y: x - y,
     "mul": lambda k, x, y: x * y,
     "div": lambda k, x, y: x / y,
     "silu_back": _silu_back,
+    "reglu": lambda k, gate, up: k.select(gate > 0.0, gate * up, 0.0),
+    "geglu": lambda k, gate, up: _gelu(k, gate) * up,
+    "geglu_erf": lambda k, gate, up: _gelu_erf(k, gate) * up,
+    "geglu_quick": lambda k, gate, up: _gelu_quick(k, gate) * up,
+    "swiglu": lambda k, gate, up: _silu(k, gate) * up,
+    "swiglu_oai": _swiglu_oai,
 }
+"""Functions of the operands, then of parameters, by ggml's name in lower case."""
 
 
-def unary(k: Emitter, name: str, n_params: int, dtypes: Sequence[str], past_caches: bool) -> None:
-    """Apply a function: its parameters, and the loop over `y, x`."""
-    params = [k.float_arg().splat(k.level.lanes) for _ in range(n_params)]
-    out, src = dtypes
-    with each_row(k, 2) as row:
+def elementwise(
+    k: Emitter, name: str, n_params: int, dtypes: Sequence[str], one_per_row: bool, past_caches: bool
+) -> None:
+    """Apply a function: its parameters, and the loop over the result and the operands.
 
-        def body(i: Value, mask: Value | None) -> None:
-            x = load_floats(k, src, row.at[1] + i * SIZES[src], k.level.lanes, mask)
-            y = FUNCTIONS[name](k, x, *params)
-            store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
-
-        each_vector(k, row.start, row.stop, body)
-    if past_caches:
-        k.fence()
-
-
-def binary(k: Emitter, name: str, one_per_row: bool, dtypes: Sequence[str], past_caches: bool) -> None:
-    """Combine two operands: the loop over `y, a, b`; `b` may have one element per row."""
-    out, a, b = dtypes
-    n = k.level.lanes
-    with each_row(k, 3) as row:
-        same = load_float(k, b, row.at[2]).splat(n) if one_per_row else None
+    Args:
+        k: The emitted kernel.
+        name: The function's name.
+        n_params: Number of its parameters.
+        dtypes: Types of the result and of the operands.
+        one_per_row: Whether the last operand has one element per row.
+        past_caches: Whether to write past the caches.
+    """
+    n, (out, *sources) = k.level.lanes, dtypes
+    params = [k.float_arg().splat(n) for _ in range(n_params)]
+    with each_row(k, len(dtypes)) as row:
+        same = [load_float(k, sources.pop(), row.at[-1]).splat(n)] if one_per_row else []
 
         def body(i: Value, mask: Value | None) -> None:
-            x = load_floats(k, a, row.at[1] + i * SIZES[a], n, mask)
-            y = load_floats(k, b, row.at[2] + i * SIZES[b], n, mask) if same is None else same
-            store_floats(k, out, PAIRS[name](k, x, y), row.at[0] + i * SIZES[out], mask, past_caches)
-
-        each_vector(k, row.start, row.stop, body)
-    if past_caches:
-        k.fence()
-
-
-_GATES = {
-    "geglu": "gelu", "swiglu": "silu", "geglu_erf": "gelu_erf", "geglu_quick": "gelu_quick",
-}  # fmt: skip
-
-
-def gated(k: Emitter, name: str, gate: Value, up: Value, params: Sequence[Value] = ()) -> Value:
-    """A gated linear unit; swiglu_oai has `alpha` and `limit`."""
-    if name == "reglu":
-        return k.select(gate > 0.0, gate * up, 0.0)
-    if not params:
-        return FUNCTIONS[_GATES[name]](k, gate) * up
-    alpha, limit = params
-    g = k.select(gate > limit, limit, gate)
-    up = k.select(up < -limit, -limit, k.select(up > limit, limit, up))
-    return over_one_plus_exp(k, g, g * alpha) * (up + 1.0)
-
-
-def glu(k: Emitter, name: str, dtypes: Sequence[str], past_caches: bool) -> None:
-    """`f(gate) up`: `alpha, limit` of swiglu_oai, and the loop over `y, gate, up`."""
-    out, src = dtypes
-    n = k.level.lanes
-    params = [k.float_arg().splat(n) for _ in range(2)] if name == "swiglu_oai" else []
-    with each_row(k, 3) as row:
-
-        def body(i: Value, mask: Value | None) -> None:
-            gate, up = (load_floats(k, src, row.at[j] + i * SIZES[src], n, mask) for j in (1, 2))
-            y = gated(k, name, gate, up, params)
+            operands = [
+                load_floats(k, dtype, at + i * SIZES[dtype], n, mask)
+                for dtype, at in zip(sources, row.at[1:], strict=False)
+            ]
+            y = FUNCTIONS[name](k, *operands, *same, *params)
             store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
 
         each_vector(k, row.start, row.stop, body)

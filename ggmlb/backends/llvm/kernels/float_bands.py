@@ -7,16 +7,10 @@ products with each group of rows of the band are added to sums in lanes, kept in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Level, Value, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_floats, total
-from ggmlb.backends.llvm.codegen.value import F32, Value, vec
 from ggmlb.backends.llvm.kernels import tiles
 from ggmlb.backends.llvm.kernels.matvec import AHEAD, MatChunk
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.codegen.host import Level
 
 GROUPS = 32
 """Groups of rows of a band."""

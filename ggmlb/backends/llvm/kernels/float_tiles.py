@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Level, Value, Variable, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
-from ggmlb.backends.llvm.codegen.value import F32, Value, vec
+from ggmlb.backends.llvm.kernels import tiles
 from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS
 from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, ResultChunk, store, transposed
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
-    from ggmlb.backends.llvm.codegen.host import Level
 
 STRIP_DEPTH = 2048
 """Elements of rows in strips, which need no packing, that are multiplied in one pass."""
 
 
-def tile_rows(level: Level) -> int:
-    """Rows of a tile."""
+def tile_rows(level: Level, dtype: str = "", of_experts: bool = False) -> int:
+    """Return the rows of a tile."""
     return 2 * level.lanes
 
 
@@ -28,30 +23,35 @@ def columns_at_once(level: Level) -> int:
     return 12 if level.lanes == 16 else 6
 
 
+def columns(level: Level, dtype: str, n: int) -> int:
+    """Return how many of `n` rows of activations a tile multiplies at once."""
+    return tiles.columns(n, columns_at_once(level))
+
+
 def depth(is_interleaved: bool) -> int:
     """Elements of a row that are multiplied in one pass; products of longer rows have no epilogue."""
     return STRIP_DEPTH if is_interleaved else DEPTH
 
 
-def scratch_nbytes(level: Level) -> int:
+def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -> int:
     """Bytes that a thread needs to pack a tile."""
     return tile_rows(level) * DEPTH * 4
 
 
-def floats(
+def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply floats: arguments of a product, scratch and its size per thread, the epilogue's."""
-    _floats(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
+    """Multiply; arguments: `matvec.ARGS`, scratch and its size per thread, those of the epilogue."""
+    _tiles(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
 
 
-def expert_floats(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
-    """Multiply the experts' matrices of floats (mul_mat_id); see `matvec.ExpertChunk`."""
+def many_experts(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
+    """Multiply the experts' matrices (mul_mat_id); see `matvec.ExpertChunk`."""
     chunk = ExpertChunk(k, tile_rows(k.level))
-    _floats(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), chunk, Epilogue())
+    _tiles(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), chunk, Epilogue())
 
 
-def _floats(
+def _tiles(
     k: Emitter,
     types: tuple[str, str],
     is_interleaved: bool,
@@ -69,10 +69,10 @@ def _floats(
         with k.loop(0, chunk.k, depth(is_interleaved)) as begin:
             count = k.least(chunk.k - begin, depth(is_interleaved))
             if is_interleaved:  # strips have the order of a tile
-                tiles, step, stored = _strip_vectors(k, chunk, first, begin, SIZES[dtype]), ROWS, dtype
+                vectors, step, stored = _strip_vectors(k, chunk, first, begin, SIZES[dtype]), ROWS, dtype
             else:
                 _pack(k, dtype, chunk, first, begin, count, packed)
-                tiles, step, stored = [packed, packed + 4 * n], n_rows, "f32"
+                vectors, step, stored = [packed, packed + 4 * n], n_rows, "f32"
             with k.loop(0, chunk.n, n_columns) as column:
                 sums = [[k.variable(k.const(vec(F32, n), 0)) for _ in range(n_columns)] for _ in range(2)]
                 # Beyond the last row of activations the last one is read again.
@@ -81,9 +81,9 @@ def _floats(
                 ]
                 with k.loop(0, count) as i:
                     if is_interleaved:
-                        for at in tiles:
+                        for at in vectors:
                             k.prefetch(at + i * (step * SIZES[stored]) + AHEAD)
-                    weights = [load_floats(k, stored, at + i * (step * SIZES[stored]), n) for at in tiles]
+                    weights = [load_floats(k, stored, at + i * (step * SIZES[stored]), n) for at in vectors]
                     for c, row in enumerate(rows):
                         x = load_float(k, b_dtype, row + i * b_size).splat(n)
                         for v in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Value, vec
 from ggmlb.backends.llvm.codegen.simd import (
     SIZES,
     exp,
@@ -15,15 +16,11 @@ from ggmlb.backends.llvm.codegen.simd import (
     store_floats,
     total,
 )
-from ggmlb.backends.llvm.codegen.value import F32, Value, vec
 from ggmlb.backends.llvm.kernels.convert import row_number
 from ggmlb.backends.llvm.kernels.norm import row_sum
-from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
+from ggmlb.backends.llvm.kernels.row_loop import RowPart, each_row, each_vector
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.kernels.row_loop import RowPart
-
     Load = Callable[[Value, Value | None], Value]
     """Loads a vector of a row: `(first element, mask)`."""
 
@@ -57,15 +54,6 @@ def row_sums(k: Emitter, out: str, src: str) -> None:
     with each_row(k, 2) as row:
         (x,) = _loads(k, row, (out, src))
         store_floats(k, out, (row_sum(k, row, x) * factor).splat(1), row.at[0])
-
-
-def repeat(k: Emitter, out: str, src: str, one_per_row: bool) -> None:
-    """Repeat rows, or their only elements: the loop over `y, x`."""
-    n = k.level.lanes
-    with each_row(k, 2) as row:
-        (x,) = _loads(k, row, (out, src))
-        same = load_float(k, src, row.at[1]).splat(n) if one_per_row else None
-        _write(k, out, row, x if same is None else lambda i, mask: same)
 
 
 def repeat_back(k: Emitter, out: str, src: str) -> None:

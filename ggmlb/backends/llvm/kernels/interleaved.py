@@ -10,16 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ggmlb.backends.llvm.codegen.emit import I1, I8, I16, I32, I64, Emitter, Level, Value, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES
-from ggmlb.backends.llvm.codegen.value import I1, I8, I16, I32, I64, Value, vec
 from ggmlb.backends.llvm.kernels.tiles import transposed
 from ggmlb.core.dtypes import DType
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.codegen.host import Level
 
 ROWS = 16
 """Rows of a strip."""

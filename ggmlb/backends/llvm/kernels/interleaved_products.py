@@ -6,14 +6,14 @@ Each lane sums the product of one row of the weight. `tiles` has the products wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats, store_floats
-from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
+from ggmlb.backends.llvm.codegen.emit import F32, I8, I32, Emitter, Value, Variable, vec
+from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, DotSum, load_float, load_floats, store_floats
 from ggmlb.backends.llvm.kernels import matvec
-from ggmlb.backends.llvm.kernels.activations import HIGH, begin, counts, layout_for_strips, parts
+from ggmlb.backends.llvm.kernels.activations import HIGH, QuantRow, begin, counts, layout_for_strips, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES, BlockFormat, Scales
-from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS, gated
+from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
 from ggmlb.backends.llvm.kernels.interleaved import (
     AHEAD,
     ROWS,
@@ -27,55 +27,41 @@ from ggmlb.backends.llvm.kernels.interleaved import (
 from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
 from ggmlb.backends.llvm.kernels.row_loop import each_vector
 
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
-    from ggmlb.backends.llvm.codegen.simd import DotSum
-    from ggmlb.backends.llvm.kernels.activations import QuantRow
-
 Sums = list[list[Value]]
 """Sums for each vector of a strip's rows, for each row of activations."""
 
 
-def quantized(k: Emitter, dtype: str, n_columns: int) -> None:
-    """Multiply quantised strips with quantised activations; arguments: `matvec.ARGS`."""
+def few(k: Emitter, dtype: str, n_columns: int, b_dtype: str) -> None:
+    """Multiply a strip at a time with `n_columns` rows of activations; arguments: `matvec.ARGS`."""
     chunk = MatChunk(k, ROWS)
     with k.loop(chunk.first, chunk.last) as strip:
-        columns = [chunk.column(c) for c in range(n_columns)]
-        _store(k, _blocks(k, dtype, chunk, strip, columns), chunk, strip, range(n_columns))
+        _strip(k, (dtype, b_dtype), chunk, strip, range(n_columns))
 
 
-def expert_quantized(k: Emitter, dtype: str) -> None:
-    """Multiply the experts' quantised strips with one row of activations at a time (mul_mat_id)."""
+def few_experts(k: Emitter, dtype: str, b_dtype: str) -> None:
+    """Multiply the experts' strips with one row of activations at a time (mul_mat_id)."""
     chunk = ExpertChunk(k, ROWS)
     with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as strip:
-        _store(k, _blocks(k, dtype, chunk, strip, [chunk.column(column)]), chunk, strip, [column])
+        _strip(k, (dtype, b_dtype), chunk, strip, [column])
 
 
-def floats(k: Emitter, dtype: str, n_columns: int, b_dtype: str) -> None:
-    """Multiply strips of floats with float activations; arguments: `matvec.ARGS`."""
-    chunk = MatChunk(k, ROWS)
-    with k.loop(chunk.first, chunk.last) as strip:
-        columns = [chunk.column(c) for c in range(n_columns)]
-        _store(k, _floats(k, dtype, b_dtype, chunk, strip, columns), chunk, strip, range(n_columns))
-
-
-def expert_floats(k: Emitter, dtype: str, b_dtype: str) -> None:
-    """Multiply the experts' strips of floats with one row of activations at a time (mul_mat_id)."""
-    chunk = ExpertChunk(k, ROWS)
-    with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as strip:
-        found = _floats(k, dtype, b_dtype, chunk, strip, [chunk.column(column)])
-        _store(k, found, chunk, strip, [column])
+def _strip(
+    k: Emitter, types: tuple[str, str], chunk: MatChunk, strip: Value, columns: Sequence[Value | int]
+) -> None:
+    """Write the products of a strip."""
+    at, (dtype, b_dtype) = [chunk.column(c) for c in columns], types
+    if dtype in FORMATS:
+        sums = _blocks(k, dtype, chunk, strip, at)
+    else:
+        sums = _floats(k, dtype, b_dtype, chunk, strip, at)
+    for first, line in zip(vectors(k), sums, strict=True):
+        for c, value in zip(columns, line, strict=True):
+            k.store(value, chunk.result(c) + (strip * ROWS + first) * 4)
 
 
 def vectors(k: Emitter) -> range:
     """The first row of each vector of a strip."""
     return range(0, ROWS, lanes(k.level))
-
-
-def _store(k: Emitter, sums: Sums, chunk: MatChunk, strip: Value, columns: Sequence[Value | int]) -> None:
-    for first, line in zip(vectors(k), sums, strict=True):
-        for c, value in zip(columns, line, strict=True):
-            k.store(value, chunk.result(c) + (strip * ROWS + first) * 4)
 
 
 def _blocks(k: Emitter, dtype: str, chunk: MatChunk, strip: Value, columns: list[Value]) -> Sums:
@@ -264,16 +250,15 @@ def with_epilogue(
         is_interleaved: Whether weights are in strips.
         n_rows: Rows that are multiplied together; divides `m`.
         n_columns: Rows of activations.
-        b_dtype: Type of the activations; float32 if the weights are quantised.
+        b_dtype: As in `matvec.few`.
         adds: For each product whether something is added to it.
         gate: The gated linear unit of two products; of one a function, or `None`.
     """
-    of = () if dtype in FORMATS else (b_dtype,)
     for _ in adds:
         if is_interleaved:
-            (quantized if dtype in FORMATS else floats)(k, dtype, n_columns, *of)
+            few(k, dtype, n_columns, b_dtype)
         else:
-            (matvec.quantized if dtype in FORMATS else matvec.floats)(k, dtype, n_rows, n_columns, *of)
+            matvec.few(k, dtype, n_rows, n_columns, b_dtype)
     n = k.level.lanes
     params = [k.float_arg().splat(n) for _ in range(2)] if gate == "swiglu_oai" else []
     m, parts, y, y_nb1 = k.ints(4)
@@ -289,10 +274,7 @@ def with_epilogue(
                 if added is not None:
                     value = value + load_floats(k, "f32", added[0] + added[1] * c + i * 4, n, mask)
                 values.append(value)
-            if len(values) > 1:
-                result = gated(k, gate or "", values[0], values[1], params)
-            else:
-                result = FUNCTIONS[gate or "copy"](k, values[0])
+            result = FUNCTIONS[gate or "copy"](k, *values, *params)
             store_floats(k, "f32", result, y + y_nb1 * c + i * 4, mask)
 
         each_vector(k, first, last, body)

@@ -7,20 +7,14 @@ elements: a block of the quantised activations; the scales of a weight are those
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from llvmlite import ir
 
+from ggmlb.backends.llvm.codegen.emit import F32, I8, I32, I64, Emitter, Level, Value, Variable, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_floats, total
-from ggmlb.backends.llvm.codegen.value import F32, I8, I32, I64, Value, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, layout_for_rows, parts
-from ggmlb.backends.llvm.kernels.blocks import FORMATS
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter, Variable
-    from ggmlb.backends.llvm.codegen.host import Level
-    from ggmlb.backends.llvm.kernels.activations import QuantRow
-    from ggmlb.backends.llvm.kernels.blocks import BlockFormat
+from ggmlb.backends.llvm.kernels.activations import HIGH, QuantRow, layout_for_rows, parts
+from ggmlb.backends.llvm.kernels.blocks import FORMATS, BlockFormat
 
 ARGS = (
     "a", "a_nb1", "a_nb2", "a_nb3", "b", "b_nb1", "b_nb2", "b_nb3",
@@ -153,41 +147,36 @@ def _lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def quantized(k: Emitter, dtype: str, n_rows: int, n_columns: int) -> None:
-    """Multiply quantised rows with `n_columns` rows of quantised activations."""
+def few(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str) -> None:
+    """Multiply `n_rows` rows of a weight at a time with all of `n_columns` rows of activations.
+
+    `b_dtype`: the type of float activations; `QUANTIZED` beside blocks.
+    """
     chunk = MatChunk(k, n_rows)
     with k.loop(chunk.first, chunk.last) as group:
-        row = k.least(group * n_rows, chunk.m - n_rows)  # the last group may repeat rows
-        _blocks(k, dtype, chunk, row, n_rows, list(range(n_columns)))
+        _rows(k, (dtype, b_dtype), chunk, group, n_rows, list(range(n_columns)))
 
 
-def floats(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str = "f32") -> None:
-    """Multiply rows of floats with float activations."""
-    chunk = MatChunk(k, n_rows)
-    with k.loop(chunk.first, chunk.last) as group:
-        row = k.least(group * n_rows, chunk.m - n_rows)
-        _float_rows(k, (dtype, b_dtype), chunk, row, n_rows, list(range(n_columns)))
-
-
-def expert_rows(k: Emitter, dtype: str, n_rows: int, b_dtype: str) -> None:
+def few_experts(k: Emitter, dtype: str, n_rows: int, b_dtype: str) -> None:
     """Multiply the experts' matrices with one row of activations at a time (mul_mat_id)."""
     chunk = ExpertChunk(k, n_rows)
     with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as group:
-        row = k.least(group * n_rows, chunk.m - n_rows)
-        if dtype in FORMATS:
-            _blocks(k, dtype, chunk, row, n_rows, [column])
-        else:
-            _float_rows(k, (dtype, b_dtype), chunk, row, n_rows, [column])
+        _rows(k, (dtype, b_dtype), chunk, group, n_rows, [column])
 
 
-def _float_rows(
+def _rows(
     k: Emitter,
     types: tuple[str, str],
     chunk: MatChunk,
-    row: Value,
+    group: Value,
     n_rows: int,
     columns: Sequence[Value | int],
 ) -> None:
+    """Write the products of a group of rows."""
+    row = k.least(group * n_rows, chunk.m - n_rows)  # the last group may repeat rows
+    if types[0] in FORMATS:
+        _blocks(k, types[0], chunk, row, n_rows, columns)
+        return
     weights = [chunk.a + (row + r) * chunk.a_nb1 for r in range(n_rows)]
     found = _floats(k, *types, weights, [chunk.column(c) for c in columns], chunk.k)
     for r, line in enumerate(found):

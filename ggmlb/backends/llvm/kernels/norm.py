@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Value, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, exp, greatest, load_floats, store_floats, total
-from ggmlb.backends.llvm.codegen.value import F32, Value, vec
-from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.kernels.row_loop import RowPart
+from ggmlb.backends.llvm.kernels.row_loop import RowPart, each_row, each_vector
 
 
 def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Value]) -> Value:

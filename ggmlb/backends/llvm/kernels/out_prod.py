@@ -7,20 +7,14 @@ earlier rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ggmlb.backends.llvm.codegen.emit import F32, I32, Emitter, Level, Value, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
-from ggmlb.backends.llvm.codegen.value import F32, I32, Value, vec
 from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES
 from ggmlb.backends.llvm.kernels.convert import convert
 from ggmlb.backends.llvm.kernels.float_tiles import add_result, columns_at_once
 from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of
 from ggmlb.backends.llvm.kernels.interleaved import lanes as rows_of_vector
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, store, transposed
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.codegen.host import Level
 
 ARGS = (
     "a", "a_nb1", "a_nb2", "a_nb3", "b", "b_nb0", "b_nb1", "b_nb2", "b_nb3",
@@ -149,7 +143,7 @@ def _unpack_floats(
     with k.loop(first, end, n) as i:
         # Beyond the last element the last one is read again.
         places = [at + k.least(i + j, end - 1) * (ROWS * size) for j in range(n)]
-        columns = [load_floats(k, dtype, chunk, n) for chunk in places]
+        columns = [load_floats(k, dtype, place, n) for place in places]
         _store_rows(k, columns, to + i * 4, step)
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from ggmlb.backends.llvm.codegen.emit import F32, I32, I64, Emitter, Value, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_floats, sin_cos, store_floats
-from ggmlb.backends.llvm.codegen.value import F32, I32, I64, Value, vec
 from ggmlb.backends.llvm.kernels.convert import convert, row_number
-
-if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
 
 MOST_PAIRS = 1024
 

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-    from ggmlb.backends.llvm.codegen.value import Value
+    from ggmlb.backends.llvm.codegen.emit import Emitter, Value
 
 ALIGNED = 64
 """Parts of a row begin at multiples of this many elements."""

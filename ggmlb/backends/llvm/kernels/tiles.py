@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ggmlb.backends.llvm.codegen.value import Value
+from ggmlb.backends.llvm.codegen.emit import Emitter, Value
 from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Emitter
-
     Finish = Callable[[Value, Value, Value, Value | None], Value]
     """`f(results, row of activations, first row of the weight, mask)`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ggmlb.backends.common.formulas import alibi_slopes
 from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import attention
-from ggmlb.backends.llvm.kernels.attention_units import MANY_ROWS, HeadParams, record_nbytes, scratch_nbytes
+from ggmlb.backends.llvm.kernels.attention import MANY_ROWS, HeadParams, record_nbytes, scratch_nbytes
 from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.backends.llvm.kernels.tiles import columns
 from ggmlb.backends.llvm.lowering.context import LEAST_WORK, READ, RULES, LoweringContext, name

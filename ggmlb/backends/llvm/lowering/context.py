@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -325,9 +326,9 @@ def _strides(operand: Tensor | Mem, ne: Ne) -> Sequence[int]:
     ]
 
 
-def past_caches(node: Tensor, ctx: LoweringContext) -> bool:
-    """Whether to write a result past the caches, because a thread's operands do not fit there."""
-    nbytes = sum(t.nbytes for t in (node, *node.src) if t is not None)
+def past_caches(operands: Sequence[Tensor | Mem], ctx: LoweringContext) -> bool:
+    """Whether to write the first operand past the caches, because a thread's operands do not fit there."""
+    nbytes = sum(prod(t.ne) * t.dtype.type_size for t in operands)
     if nbytes <= ctx.n_threads * kept_nbytes():
         return False
-    return not any(n % VECTOR_NBYTES for n in (ctx.address(node), *node.nb[1:]))
+    return not any(n % VECTOR_NBYTES for n in (ctx.address(operands[0]), *operands[0].nb[1:]))

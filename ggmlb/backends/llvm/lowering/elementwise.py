@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ggmlb.backends.common.rules import FLOATS, RESULT, Condition, in_rows, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.llvm.kernels import elementwise
+from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
+from ggmlb.backends.llvm.kernels.elementwise import elementwise as kernel
 from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name, past_caches
 from ggmlb.core.enums import GluOp, Op, UnaryOp
 from ggmlb.core.tensor import Tensor
@@ -14,6 +17,7 @@ _PARAMS: dict[str, tuple[str, ...]] = {
     "clamp": ("min", "max"),
     "fill": ("value",),
     "leaky_relu": ("negative_slope",),
+    "swiglu_oai": ("alpha", "limit"),
     "xielu": ("alpha_n", "alpha_p", "beta", "eps"),
 }
 
@@ -35,14 +39,14 @@ def _function(node: Tensor) -> str:
 
 
 def plain_function(node: Tensor) -> str | None:
-    """The function's name for `elementwise.FUNCTIONS`, if it takes nothing but the element."""
+    """The function's name for `FUNCTIONS`, if it takes nothing but the element."""
     fn = _function(node)
-    return fn if fn in elementwise.FUNCTIONS and fn not in _PARAMS else None
+    return fn if fn in FUNCTIONS and fn not in _PARAMS else None
 
 
 def _is_known(node: Tensor) -> str | None:
     fn = _function(node)
-    return None if fn in elementwise.FUNCTIONS else f"no kernel for {fn}"
+    return None if fn in FUNCTIONS else f"no kernel for {fn}"
 
 
 @RULES.rule(
@@ -54,9 +58,29 @@ def _is_known(node: Tensor) -> str | None:
 def _unary(node: Tensor, ctx: LoweringContext) -> None:
     a, fn = node.operand(0), _function(node)
     args = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
-    params = (fn, len(args), (name(node), name(a)), past_caches(node, ctx))
-    work = _DEAR if fn in _DEAR_NAMES else _CHEAP
-    ctx.launch_rows(elementwise.unary, params, args, node.ne, [node, a], work, join=True, cut=True)
+    elementwise(fn, args, [node, a], _DEAR if fn in _DEAR_NAMES else _CHEAP, ctx)
+
+
+def elementwise(
+    fn: str,
+    args: Sequence[float],
+    tensors: Sequence[Tensor | Mem],
+    work: float,
+    ctx: LoweringContext,
+    one_per_row: bool = False,
+) -> None:
+    """Emit the step that applies a function to elements.
+
+    Args:
+        fn: The function's name.
+        args: Its parameters.
+        tensors: The result and the operands.
+        work: Of an element [ns].
+        ctx: Where steps are emitted.
+        one_per_row: Whether the last operand has one element per row.
+    """
+    params = (fn, len(args), tuple(map(name, tensors)), one_per_row, past_caches(tensors, ctx))
+    ctx.launch_rows(kernel, params, args, tensors[0].ne, tensors, work, join=True, cut=True)
 
 
 _TWO = operands(FLOATS, FLOATS), in_rows(0, 1, RESULT)
@@ -78,9 +102,7 @@ def repeats_one(i: int) -> Condition:
 @RULES.rule((Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.SILU_BACK), *_TWO, repeats_one(1))
 def _binary(node: Tensor, ctx: LoweringContext) -> None:
     a, b = node.operand(0), node.operand(1)
-    one = b.ne[0] == 1 and node.ne[0] > 1
-    params = (_function(node), one, (name(node), name(a), name(b)), past_caches(node, ctx))
-    ctx.launch_rows(elementwise.binary, params, (), node.ne, [node, a, b], _CHEAP, join=True, cut=True)
+    elementwise(_function(node), (), [node, a, b], _CHEAP, ctx, b.ne[0] == 1 and node.ne[0] > 1)
 
 
 @RULES.rule(Op.GLU, *_TWO)
@@ -93,6 +115,5 @@ def _glu(node: Tensor, ctx: LoweringContext) -> None:
         halves = [ctx.mem(a).window(node.ne, offset=i * node.ne[0] * a.dtype.type_size) for i in (0, 1)]
         gate, up = halves[::-1] if node.params["swapped"] else halves
     fn = GluOp(node.params["op"]).name.lower()
-    args = [float(node.params[p]) for p in ("alpha", "limit")] if fn == "swiglu_oai" else []
-    params = (fn, (name(node), name(a)), past_caches(node, ctx))
-    ctx.launch_rows(elementwise.glu, params, args, node.ne, [node, gate, up], _DEAR, join=True, cut=True)
+    args = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
+    elementwise(fn, args, [node, gate, up], _DEAR, ctx)

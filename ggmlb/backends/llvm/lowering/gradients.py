@@ -6,9 +6,9 @@ from typing import Any
 
 from ggmlb.backends.common.rules import F32, FLOATS, I32, RESULT, has_elements, in_rows, in_window, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.llvm.kernels import convert, elementwise, gradients
+from ggmlb.backends.llvm.kernels import gradients
 from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name
-from ggmlb.backends.llvm.lowering.elementwise import repeats_one
+from ggmlb.backends.llvm.lowering.elementwise import elementwise, repeats_one
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
@@ -55,9 +55,7 @@ def _sum(node: Tensor, ctx: LoweringContext) -> None:
 @RULES.rule(Op.REPEAT, operands(FLOATS), in_rows(0, RESULT), repeats_one(0))
 def _repeat(node: Tensor, ctx: LoweringContext) -> None:
     a = node.operand(0)
-    one = a.ne[0] == 1 and node.ne[0] > 1
-    params = (name(node), name(a), one)
-    ctx.launch_rows(gradients.repeat, params, (), node.ne, [node, a], _CHEAP, join=True, cut=True)
+    elementwise("copy", (), [node, a], _CHEAP, ctx, a.ne[0] == 1 and node.ne[0] > 1)
 
 
 def _whole_rows(node: Tensor) -> str | None:
@@ -129,12 +127,11 @@ def _cross_entropy_loss_back(node: Tensor, ctx: LoweringContext) -> None:
 def _acc(node: Tensor, ctx: LoweringContext) -> None:
     a, b, p = node.operand(0), node.operand(1), node.params
     if not p["inplace"]:
-        ctx.launch_rows(convert.copy, ("f32", "f32"), (), node.ne, [node, a], _CHEAP, join=True, cut=True)
+        elementwise("copy", (), [node, a], _CHEAP, ctx)
     if b.is_empty:
         return
     window = ctx.mem(node).window(b.ne, (4, p["nb1"], p["nb2"], p["nb3"]), p["offset"])
-    params = ("add", False, ("f32", "f32", "f32"), False)
-    ctx.launch_rows(elementwise.binary, params, (), b.ne, [window, window, b], _CHEAP, join=True, cut=True)
+    elementwise("add", (), [window, window, b], _CHEAP, ctx)
 
 
 @RULES.rule(Op.OPT_STEP_ADAMW, operands(F32, FLOATS, F32, F32, F32, out=F32), in_rows(0, 1, 2, 3, RESULT))

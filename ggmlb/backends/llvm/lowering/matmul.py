@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, Product
@@ -46,6 +46,8 @@ PANEL_ROWS = 32
 NO_EPILOGUE = tiles.Epilogue()
 
 
+Kernel = Callable[..., None]
+
 _PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT)
 
 # -- products --------------------------------------------------------------------------------------
@@ -79,60 +81,51 @@ def product(
         added: What the epilogue adds.
     """
     a, b = node.operand(0), node.operand(1)
-    quantized, packed = a.dtype.is_quantized, is_interleaved(a)
+    quantized, packed, level = a.dtype.is_quantized, is_interleaved(a), ctx.level
     k, m, n = *a.ne[:2], b.ne[1]
-    address, nb = quantized_activations(a, b, ctx, not is_many(node)) if quantized else (ctx.address(b), b.nb)
+    x = _activations(a, b, ctx, few=not is_many(node))
+    types, x_nb = (name(a), x.dtype), x.nb
     to = node if result is None else result
     y, y_nb = ctx.address(to), to.nb
-    matrices = b.ne[2] * b.ne[3]
+    matrices, panels, extents = b.ne[2] * b.ne[3], 1, b.ne[2:]
 
-    def args(first: int, count: int, parts: int) -> tuple[int, ...]:
-        return (
-            ctx.address(a), *a.nb[1:], address + first * nb[1], *nb[1:], y + first * y_nb[1], *y_nb[1:],
-            k, m, count, *extents, b.ne[2] // a.ne[2] * panels, b.ne[3] // a.ne[3], parts,
+    def launch(kernel: Kernel, params: Sequence[Any], first: int, count: int, parts: int, *more: int) -> None:
+        args = (
+            ctx.address(a), *a.nb[1:], x.address + first * x_nb[1], *x_nb[1:], y + first * y_nb[1], *y_nb[1:],
+            k, m, count, *extents, b.ne[2] // a.ne[2] * panels, b.ne[3] // a.ne[3], parts, *more,
         )  # fmt: skip
+        ctx.launch(kernel, params, args, parts * matrices)
 
-    panels, extents, level = 1, b.ne[2:], ctx.level
     if not quantized and not packed and float_bands.suits(level, k, m, n):
         parts = _parts(ctx, matrices, k * m * n / 25, -(-m // float_bands.rows_at_once(level, n)))
         nbytes = float_bands.scratch_nbytes(level, n)
         scratch = ctx.scratch(nbytes * ctx.n_threads)
-        params: tuple[Any, ...] = (name(a), name(b), float_bands.columns_at_once(n))
-        ctx.launch(float_bands.floats, params, (*args(0, n, parts), scratch, nbytes), parts * matrices)
-        return
-    if is_many(node):
+        launch(float_bands.floats, (*types, float_bands.columns_at_once(n)), 0, n, parts, scratch, nbytes)
+    elif is_many(node):
         if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
-            panels = matrices = _panels(n, nb[1], byte_tiles.rows_together(level, name(a)))
+            panels = matrices = _panels(n, x_nb[1], byte_tiles.rows_together(level, name(a)))
         if panels > 1:  # panels are matrices that share the weight
             n //= panels
-            nb, y_nb = (1, nb[1], n * nb[1], 0), (4, y_nb[1], n * y_nb[1], 0)
+            x_nb, y_nb = (1, x_nb[1], n * x_nb[1], 0), (4, y_nb[1], n * y_nb[1], 0)
             extents = (panels, 1)
-        rows, nbytes = _tile_shape(ctx, name(a), k, quantized)
+        kernels = byte_tiles if quantized else float_tiles
+        nbytes = _whole_lines(kernels.scratch_nbytes(level, name(a), k))
         scratch = ctx.scratch(nbytes * ctx.n_threads)
-        parts = _parts(ctx, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
-        kernel: Callable[..., None] = byte_tiles.quantized if quantized else float_tiles.floats
-        params = (name(a),) if quantized else (name(a), name(b))
-        columns = (
-            byte_tiles.columns(level, name(a), n)
-            if quantized
-            else tiles.columns(n, float_tiles.columns_at_once(level))
-        )
-        params = (*params, packed, columns, tail)
+        work = k * m * n / (60 if quantized else 25)
+        parts = _parts(ctx, matrices, work, -(-m // kernels.tile_rows(level, name(a))))
+        params = (*types, packed, kernels.columns(level, name(a), n), tail)
         more = () if added is None else (ctx.address(added), added.nb[1] if added.ne[1] > 1 else 0)
-        ctx.launch(kernel, params, (*args(0, n, parts), scratch, nbytes, *more), parts * matrices)
-        return
-    for first in range(0, n, 8):
-        count = min(8, n - first)
-        rows = rows_at_once(a, count)
-        rows = rows if packed or m >= rows else 1
-        parts = _parts(ctx, matrices, k * m * (count + 1) / 40, -(-m // rows))
-        if packed:
-            kernel = interleaved_products.quantized if quantized else interleaved_products.floats
-            params = (name(a), count) if quantized else (name(a), count, name(b))
-        else:
-            kernel = matvec.quantized if quantized else matvec.floats
-            params = (name(a), rows, count) if quantized else (name(a), rows, count, name(b))
-        ctx.launch(kernel, params, args(first, count, parts), parts * matrices)
+        launch(kernels.many, params, 0, n, parts, scratch, nbytes, *more)
+    else:
+        for first in range(0, n, 8):
+            count = min(8, n - first)
+            rows = rows_at_once(a, count)
+            rows = rows if packed or m >= rows else 1
+            parts = _parts(ctx, matrices, k * m * (count + 1) / 40, -(-m // rows))
+            if packed:
+                launch(interleaved_products.few, (name(a), count, x.dtype), first, count, parts)
+            else:
+                launch(matvec.few, (name(a), rows, count, x.dtype), first, count, parts)
 
 
 def is_many(node: Tensor) -> bool:
@@ -176,13 +169,21 @@ def _parts(ctx: LoweringContext, matrices: int, work: float, most: int) -> int:
     return max(1, -(-chunks // matrices))
 
 
-def quantized_activations(
-    a: Tensor, b: Tensor, ctx: LoweringContext, few: bool
-) -> tuple[int, tuple[int, int, int, int]]:
-    """Emit the step that quantises activations, unless they are in memory; return address and strides.
+class _Activations(NamedTuple):
+    """The activations of a product as its kernels read them: address, byte strides and type."""
+
+    address: int
+    nb: tuple[int, int, int, int]
+    dtype: str
+
+
+def _activations(a: Tensor, b: Tensor, ctx: LoweringContext, few: bool) -> _Activations:
+    """Return the activations `b` beside a weight; emit the step that quantises them, unless it was done.
 
     `few`: the weight is read in place.
     """
+    if not a.dtype.is_quantized:
+        return _Activations(ctx.address(b), b.nb, name(b))
     if not few:
         layout = activations.layout_for_tiles(name(a))
     elif is_interleaved(a):
@@ -190,13 +191,17 @@ def quantized_activations(
     else:
         layout = activations.layout_for_rows(name(a), ctx.level)
     row = layout.row_nbytes(b.ne[0])
-    nbytes = row * b.ne[1] * b.ne[2] * b.ne[3]
-    address, are_there = ctx.activations(b, nbytes, layout)
+    address, are_there = ctx.activations(b, row * b.ne[1] * b.ne[2] * b.ne[3], layout)
     if not are_there:
-        work = b.n_elements * 0.6
         args = (ctx.address(b), *b.nb[1:], *b.ne, address)
-        ctx.launch(activations.quantize, (name(b), layout), args, ctx.chunks(work, b.n_elements // 32))
-    return address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
+        chunks = ctx.chunks(b.n_elements * 0.6, b.n_elements // 32)
+        ctx.launch(activations.quantize, (name(b), layout), args, chunks)
+    return _Activations(address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2]), activations.QUANTIZED)
+
+
+def _whole_lines(nbytes: int) -> int:
+    """Round up to cache lines [bytes]."""
+    return -(-nbytes // 64) * 64
 
 
 @RULES.rule(Op.MUL_MAT_ID, *_PRODUCT, _three_dimensions)
@@ -207,31 +212,28 @@ def _mul_mat_id(node: Tensor, ctx: LoweringContext) -> None:
     (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
     n = n_used * n_tokens
     few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
-    address, nb = quantized_activations(a, b, ctx, few) if quantized else (ctx.address(b), b.nb)
+    x = _activations(a, b, ctx, few)
     starts, order = ctx.scratch(8 * (n_matrices + 2)), ctx.scratch(8 * n)
     ctx.launch(
         matvec.sort_experts, (),
         (ctx.address(ids), *ids.nb[:2], n_used, n_tokens, n_matrices, starts, order, *ctx.report),
     )  # fmt: skip
-    shape = _tile_shape(ctx, name(a), k, quantized, of_experts=True)
-    rows = rows_at_once(a, 1) if few else shape.rows
+    kernels = byte_tiles if quantized else float_tiles
+    rows = rows_at_once(a, 1) if few else kernels.tile_rows(ctx.level, name(a), True)
     rows = rows if packed or m >= rows else 1
     parts = _parts(ctx, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
     args: tuple[int, ...] = (
-        ctx.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], ctx.address(node), *node.nb[1:3],
+        ctx.address(a), *a.nb[1:3], x.address, *x.nb[1:3], b.ne[1], ctx.address(node), *node.nb[1:3],
         k, m, n_used, parts, starts, order,
     )  # fmt: skip
-    types = (name(a),) if quantized else (name(a), name(b))
-    kernel: Callable[..., None]
     if few and packed:
-        kernel = interleaved_products.expert_quantized if quantized else interleaved_products.expert_floats
-        ctx.launch(kernel, types, args, parts * n_matrices)
+        ctx.launch(interleaved_products.few_experts, (name(a), x.dtype), args, parts * n_matrices)
     elif few:
-        ctx.launch(matvec.expert_rows, (name(a), rows, name(b)), args, parts * n_matrices)
+        ctx.launch(matvec.few_experts, (name(a), rows, x.dtype), args, parts * n_matrices)
     else:
-        args = (*args, ctx.scratch(shape.nbytes * ctx.n_threads), shape.nbytes)
-        kernel = byte_tiles.expert_quantized if quantized else float_tiles.expert_floats
-        ctx.launch(kernel, (*types, packed), args, parts * n_matrices)
+        nbytes = _whole_lines(kernels.scratch_nbytes(ctx.level, name(a), k, True))
+        args = (*args, ctx.scratch(nbytes * ctx.n_threads), nbytes)
+        ctx.launch(kernels.many_experts, (name(a), x.dtype, packed), args, parts * n_matrices)
 
 
 # -- products with an epilogue ---------------------------------------------------------------------
@@ -279,11 +281,7 @@ def _product_group(group: Group, ctx: LoweringContext) -> None:
     weight, x = node.operand(0), node.operand(1)
     k, (m, n) = weight.ne[0], result.ne[:2]
     packed, rows = is_interleaved(weight), rows_at_once(weight, n)
-    x_at, x_nb = (
-        quantized_activations(weight, x, ctx, few=True)
-        if weight.dtype.is_quantized
-        else (ctx.address(x), x.nb)
-    )
+    acts = _activations(weight, x, ctx, few=True)
     parts = ctx.chunks(len(products) * k * m * (n + 1) / 40, m // rows)
     args: list[int | float] = []
     operands: list[int] = []
@@ -292,7 +290,7 @@ def _product_group(group: Group, ctx: LoweringContext) -> None:
         at = ctx.scratch(4 * m * n)
         nb = weight.nb
         args += (
-            ctx.address(weight) + first * nb[1], *nb[1:], x_at, *x_nb[1:], at, 4 * m, 0, 0,
+            ctx.address(weight) + first * nb[1], *nb[1:], acts.address, *acts.nb[1:], at, 4 * m, 0, 0,
             k, m, n, 1, 1, 1, 1, parts,
         )  # fmt: skip
         operands.append(at)
@@ -307,7 +305,10 @@ def _product_group(group: Group, ctx: LoweringContext) -> None:
     args += (m, parts, ctx.address(result), result.nb[1], *operands)
     adds = tuple(p.added is not None for p in products)
     ctx.launch(
-        interleaved_products.with_epilogue, (name(weight), packed, rows, n, name(x), adds, gate), args, parts
+        interleaved_products.with_epilogue,
+        (name(weight), packed, rows, n, acts.dtype, adds, gate),
+        args,
+        parts,
     )
 
 
@@ -329,7 +330,7 @@ def _out_prod(node: Tensor, ctx: LoweringContext) -> None:
         chunks = min(chunks, 3 * ctx.n_threads * matrices)
     parts = -(-units // max(1, units * matrices // chunks))
     bands = min(most_bands, -(-chunks // (matrices * parts)))
-    nbytes = -(-out_prod.scratch_nbytes(unit) // 64) * 64
+    nbytes = _whole_lines(out_prod.scratch_nbytes(unit))
     args = (
         ctx.address(a), *a.nb[1:], ctx.address(b), *b.nb, ctx.address(node), *node.nb[1:],
         n, m, depth, *node.ne[2:], node.ne[2] // a.ne[2], node.ne[3] // a.ne[3], parts, bands,
@@ -338,20 +339,3 @@ def _out_prod(node: Tensor, ctx: LoweringContext) -> None:
     b_steps = tuple(nb if nb == b.dtype.type_size else 0 for nb in b.nb[:2])
     params = (name(a), name(b), is_interleaved(a), unit, b_steps)
     ctx.launch(out_prod.out_prod, params, args, matrices * parts * bands)
-
-
-class _TileShape(NamedTuple):
-    """Rows of a tile, and scratch memory of a thread [bytes]."""
-
-    rows: int
-    nbytes: int
-
-
-def _tile_shape(
-    ctx: LoweringContext, dtype: str, k: int, quantized: bool, of_experts: bool = False
-) -> _TileShape:
-    level = ctx.level
-    if quantized:
-        rows = byte_tiles.tile_rows(level, dtype, of_experts)
-        return _TileShape(rows, -(-byte_tiles.scratch_nbytes(k, dtype, rows) // 64) * 64)
-    return _TileShape(float_tiles.tile_rows(level), -(-float_tiles.scratch_nbytes(level) // 64) * 64)
