@@ -15,7 +15,7 @@ BACKENDS = Path(ggmlb.backends.__file__).parent
 WITH_BLOCKS = [
     *(BACKENDS / "gpu/kernels" / name for name in ("rows.h", "rows_k.h", "quantize.h")),
     BACKENDS / "cuda/kernels/pieces.h",
-    *(BACKENDS / "llvm/kernels" / f"{name}.py" for name in ("blocks", "interleaved_scales", "quantize")),
+    *(BACKENDS / "llvm/kernels" / f"{name}.py" for name in ("blocks", "convert", "interleaved")),
 ]
 
 
