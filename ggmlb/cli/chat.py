@@ -11,7 +11,6 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.generate import SeedOption, TemperatureOption, new_seed, write_piece
 from ggmlb.cli.model_options import OpenModel, takes_model
-from ggmlb.cli.options import count
 
 HELP = (
     "/clear begins a new chat; /exit, an empty line or Ctrl-D ends it; Ctrl-C ends an answer; "

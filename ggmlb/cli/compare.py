@@ -11,7 +11,7 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.frame import Column, console, print_table, progress_bar
 from ggmlb.cli.model_options import ThreadsOption, open_model
-from ggmlb.cli.options import DevicesOption, JsonOption, count, text_of
+from ggmlb.cli.options import DevicesOption, JsonOption, text_of
 from ggmlb.cli.passages import PASSAGES
 from ggmlb.core.errors import ArgumentError
 

@@ -10,7 +10,6 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.model_options import OpenModel, takes_model
-from ggmlb.cli.options import count
 from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:

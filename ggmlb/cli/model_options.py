@@ -49,7 +49,6 @@ ContextOption = Annotated[
 KvOption = Annotated[
     str, typer.Option("--kv-type", metavar="TYPE", help="Data type of the KV cache: f32, f16, q8_0 or q4_0.")
 ]
-KvOption = Annotated[str, typer.Option("--kv-type", help="Type of the KV cache: f16, q8_0, q4_0 or f32.")]
 OverrideOption = Annotated[
     list[str] | None,
     typer.Option(

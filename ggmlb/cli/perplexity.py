@@ -11,7 +11,7 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.frame import progress_bar
 from ggmlb.cli.model_options import OpenModel, takes_model
-from ggmlb.cli.options import JsonOption, count, text_of
+from ggmlb.cli.options import JsonOption, text_of
 
 
 @takes_model

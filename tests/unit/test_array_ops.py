@@ -14,7 +14,6 @@ import pytest
 
 from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cpu import backend_reg
-from ggmlb.backends.cpu.lowering import RULES
 from ggmlb.backends.cpu.ops import conv, deepseek
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType

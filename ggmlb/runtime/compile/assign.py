@@ -297,7 +297,7 @@ class _Passes:
 
     def _owner_of_result(self, i: int) -> int:
         """Return the backend of a result placed in a buffer of the user."""
-        buffer, tensor = self._buffer, tensor = self._buffers[self._roots[i]], self._tensors[i]
+        buffer, tensor = self._buffers[self._roots[i]], self._tensors[i]
         assert buffer is not None
         for b in self._holders(buffer.buft):
             if self.supports(b, i):
