@@ -19,8 +19,8 @@ from nvrtc import Nvrtc, assembled
 
 import ggmlb.backends.gpu
 from ggmlb.backends.common.fusion import Group, fuse
+from ggmlb.backends.cuda.driver import OPTIONS, text
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.backends.cuda.program import OPTIONS, text
 from ggmlb.backends.gpu import Launch, Target, can_fuse, declines, lower, lower_group
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import load_cases

@@ -30,7 +30,7 @@ from cuda_resources import Resources, Variant, hot
 from lint_cuda import OF_CUPY, variants
 from nvrtc import Nvrtc
 
-from ggmlb.backends.cuda.program import OPTIONS, text
+from ggmlb.backends.cuda.driver import OPTIONS, text
 
 BYTES_PER_CYCLE = 4.3e12 / 132 / 4 / 1.7e9
 """Of an H200's memory, for one of the four schedulers of each multiprocessor."""

@@ -12,7 +12,7 @@ import pytest
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import MAX_HELD, CudaBackend
 from ggmlb.backends.cuda.device import CudaDevice
-from ggmlb.backends.cuda.host import CudaHostBuffer
+from ggmlb.backends.gpu.buffer import PinnedBuffer
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError, BackendError
 from ggmlb.core.tensor import Tensor
@@ -44,8 +44,8 @@ def test_host_memory_is_pinned_and_not_the_devices_own(device: CudaDevice, strea
     assert buft.name == "CUDA_Host"
     assert not stream.supports_buft(buft), "kernels do not compute in host memory"
     with buft.alloc_buffer(4096) as buffer:
-        assert isinstance(buffer, CudaHostBuffer)
-        assert buffer.is_pinned
+        assert isinstance(buffer, PinnedBuffer)
+        assert buffer.why_not_pinned is None
 
 
 def test_memory_that_is_leaving_is_waited_for_before_an_allocation_fails(
@@ -186,15 +186,15 @@ def test_where_memory_cannot_be_pinned_other_memory_is_given(
     def refuse(nbytes: int) -> None:
         raise driver.errors[0](2)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="no pinned memory for 4,"):
         patch.setattr(driver, "pinned", refuse)
         buffer = device.host_buffer_type.alloc_buffer(4000)
-    assert isinstance(buffer, CudaHostBuffer)
-    assert not buffer.is_pinned
+    assert isinstance(buffer, PinnedBuffer)
+    assert buffer.why_not_pinned is not None
     monkeypatch.setenv("GGMLB_CUDA_NO_PINNED", "1")
     other = device.host_buffer_type.alloc_buffer(4000)
-    assert isinstance(other, CudaHostBuffer)
-    assert not other.is_pinned
+    assert isinstance(other, PinnedBuffer)
+    assert other.why_not_pinned == "GGMLB_CUDA_NO_PINNED is set"
     t = leaf(stream)
     buffer.base[...] = 3
     stream.set_tensor_async(t, buffer.base)
@@ -212,8 +212,8 @@ def test_a_callers_memory_is_pinned_where_it_is_allowed(
     monkeypatch.setenv("GGMLB_CUDA_REGISTER_HOST", "1")
     assert device.caps.buffer_from_host_ptr
     buffer = device.buffer_from_host_ptr(memory)
-    assert isinstance(buffer, CudaHostBuffer)
-    assert buffer.is_pinned
+    assert isinstance(buffer, PinnedBuffer)
+    assert buffer.why_not_pinned is None
     ctx = Context()
     t = ctx.new_tensor(DType.F32, (1000,))
     tensor_alloc(buffer, t, 256)
@@ -224,8 +224,8 @@ def test_a_callers_memory_is_pinned_where_it_is_allowed(
     gc.collect()
     assert not device.host_buffer_type.registrations.pages
     again = device.buffer_from_host_ptr(memory)  # unregistered, so it can be registered again
-    assert isinstance(again, CudaHostBuffer)
-    assert again.is_pinned
+    assert isinstance(again, PinnedBuffer)
+    assert again.why_not_pinned is None
 
 
 def test_a_callers_memory_stays_pinned_while_a_transfer_uses_it(
@@ -289,8 +289,8 @@ def test_arrays_within_locked_memory_share_its_lock(
     whole = device.buffer_from_host_ptr(memory[: 2 << 12])
     for part in parts:  # at the same address, beyond the end, within
         buffer = device.buffer_from_host_ptr(memory[part])
-        assert isinstance(buffer, CudaHostBuffer)
-        assert buffer.is_pinned == (buffer.size <= whole.size)
+        assert isinstance(buffer, PinnedBuffer)
+        assert (buffer.why_not_pinned is None) == (buffer.size <= whole.size)
         del buffer
         gc.collect()
         assert [p.stop - p.start for p in locked.pages] == [2 << 12]

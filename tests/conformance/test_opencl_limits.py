@@ -22,7 +22,7 @@ from ggmlb import (
     alloc_ctx_tensors,
     device_by_name,
 )
-from ggmlb.backends.gpu import MAX_WG, Target, declines, lower, packed_args
+from ggmlb.backends.gpu import MAX_WG, Target, declines, layout, lower
 from ggmlb.backends.gpu.source import kernels
 from tests.support.golden import CASES, first_of_their_kind
 from tests.support.gpus import OPENCL, device_fixture, held, scaled
@@ -94,7 +94,7 @@ def test_a_device_without_local_memory_is_left_out_with_the_reason(
 def test_arguments_fit_the_least_that_devices_take() -> None:
     for kernel in kernels().values():
         buffers = sum(param.kind == "tensor" for param in kernel.params)
-        assert packed_args(kernel).size + 8 * buffers <= 1024, kernel.name
+        assert layout(kernel, "opencl").size + 8 * buffers <= 1024, kernel.name
 
 
 def test_texts_need_neither_halves_nor_doubles() -> None:

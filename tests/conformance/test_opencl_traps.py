@@ -13,10 +13,10 @@ import pyopencl as cl
 import pytest
 
 from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, device_by_name
+from ggmlb.backends.gpu.buffer import PinnedBuffer
 from ggmlb.backends.opencl.backend import OpenClBackend
-from ggmlb.backends.opencl.host import OpenClHostBuffer
-from ggmlb.backends.opencl.memory import MemoryLedger
-from ggmlb.core.errors import ArgumentError
+from ggmlb.backends.opencl.buffer import MemoryLedger, OpenClBufferType
+from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.core.tensor import Tensor
 from tests.support.gpus import OPENCL, Gate, device_fixture, leaf
 
@@ -127,7 +127,7 @@ def test_trap_38_without_pinned_memory_ordinary_memory_is_used_and_told(
     with pytest.warns(RuntimeWarning, match="OpenCL0_Host: the runtime gave no pinned memory"):
         buffer = device.host_buffer_type.alloc_buffer(4 * N)
     monkeypatch.undo()
-    assert isinstance(buffer, OpenClHostBuffer)
+    assert isinstance(buffer, PinnedBuffer)
     assert buffer.why_not_pinned is not None
     assert "no pages to pin" in buffer.why_not_pinned
     buffer.base.view(np.float32)[...] = 2
@@ -135,7 +135,7 @@ def test_trap_38_without_pinned_memory_ordinary_memory_is_used_and_told(
     stream.synchronize()
     assert (t.to_numpy() == 2).all()
     pinned = device.host_buffer_type.alloc_buffer(64)
-    assert isinstance(pinned, OpenClHostBuffer)
+    assert isinstance(pinned, PinnedBuffer)
     assert pinned.why_not_pinned is None
 
 

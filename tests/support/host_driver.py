@@ -30,9 +30,8 @@ from typing import Any
 import numpy as np
 
 from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Facts, address_of
-from ggmlb.backends.cuda.program import layout
 from ggmlb.backends.cuda.stream import Stream
-from ggmlb.backends.gpu import Kernel, Launch
+from ggmlb.backends.gpu import Kernel, Launch, layout
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface.data import Bytes
 from tests.support.gpus import DRIVER_CALLS
@@ -86,7 +85,7 @@ def aligned(nbytes: int) -> Bytes:
 
 def operands(kernel: Kernel, block: bytes) -> list[int]:
     """Return the addresses of the tensors in a kernel's argument block."""
-    values = iter(layout(kernel).unpack(block))
+    values = iter(layout(kernel, "cuda").unpack(block))
     rows = [list(islice(values, 10 if param.kind == "tensor" else 1)) for param in kernel.params]
     return [row[0] for row in rows if len(row) > 1]
 

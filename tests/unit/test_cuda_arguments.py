@@ -10,9 +10,8 @@ import pytest
 
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.backends.cuda.program import FORMATS, argument_block, layout
-from ggmlb.backends.gpu import Kernel, Launch, Param
-from ggmlb.backends.gpu.source import PORTABLE, kernels
+from ggmlb.backends.gpu import Kernel, Launch, Param, argument_block, layout
+from ggmlb.backends.gpu.source import FORMATS, PORTABLE, kernels
 from ggmlb.core.dtypes import DType
 from scripts.nvrtc import Nvrtc
 
@@ -49,13 +48,13 @@ def test_layout(kernel: Kernel, entries: dict[str, list[int]]) -> None:
     sizes = [
         struct.calcsize(letter)
         for param in kernel.params
-        for letter in FORMATS[param.kind].replace("4i", "iiii").replace("4q", "qqqq")
+        for letter in FORMATS["cuda"][param.kind].replace("4i", "iiii").replace("4q", "qqqq")
     ]
     assert sizes == entries[kernel.name]
     end = 0
     for size in entries[kernel.name]:  # each aligned to its size
         end = -(-end // size) * size + size
-    assert layout(kernel).size == end
+    assert layout(kernel, "cuda").size == end
 
 
 def test_values() -> None:
@@ -63,7 +62,7 @@ def test_values() -> None:
     kernel = Kernel("some", "none", params)
     mem = Mem(None, 24, DType.F32, (8, 3, 2, 1), (4, 32, 96, 192))
     launch = Launch(kernel, (), (mem, 5, mem, 0.5), (1, 1, 1), 128)
-    block = argument_block(launch, lambda m: 4096)
+    block = argument_block(launch, "cuda", lambda m: 4096)
     told = (4096, 24, 8, 3, 2, 1, 4, 32, 96, 192)
-    assert layout(kernel).unpack(block) == (*told, 5, *told, 0.5)
+    assert layout(kernel, "cuda").unpack(block) == (*told, 5, *told, 0.5)
     assert struct.unpack_from("@Pq", block, 72) == (4096, 24), "a tensor after a number is aligned"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ggmlb.backends.cuda import clock as clocks
+from ggmlb.backends.cuda import stream as clocks
 from ggmlb.backends.cuda.stream import Stream
 from ggmlb.interface import Command
 from tests.support import host_streams

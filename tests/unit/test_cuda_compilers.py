@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu import Launch, declines, packed_args, source
+from ggmlb.backends.gpu import Launch, argument_block, declines, source
 from ggmlb.core.enums import DeviceType
 from ggmlb.testing.programs import Case
 from tests.support.golden import CASES, FAMILIES
@@ -66,15 +66,12 @@ class OpenClMemory(Memory):
                 self._kernels[key] = cl.Kernel(
                     program.build(["-w", "-cl-std=CL1.2", *macros]), launch.kernel.name
                 )
-        buffers, rest = [], list[float]()
-        for arg in launch.args:
-            if isinstance(arg, Mem):
-                whole = self.array(arg)
-                buffers.append(cl.Buffer(self._context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=whole))
-                rest += [arg.offset, *arg.ne, *arg.nb]
-            else:
-                rest.append(arg)
-        self._kernels[key].set_args(*buffers, packed_args(launch.kernel).pack(*rest))
+        buffers = [
+            cl.Buffer(self._context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=self.array(arg))
+            for arg in launch.args
+            if isinstance(arg, Mem)
+        ]
+        self._kernels[key].set_args(*buffers, argument_block(launch, "opencl"))
         (x, y, z), wg = launch.groups, launch.wg
         cl.enqueue_nd_range_kernel(self._queue, self._kernels[key], (x * wg, y, z), (wg, 1, 1)).wait()
 

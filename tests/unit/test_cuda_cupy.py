@@ -16,8 +16,7 @@ import pytest
 cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
 
 from ggmlb.backends.cuda import CudaReg, cupy_driver  # noqa: E402
-from ggmlb.backends.cuda.driver import CopyKind, Driver  # noqa: E402
-from ggmlb.backends.cuda.program import OPTIONS  # noqa: E402
+from ggmlb.backends.cuda.driver import OPTIONS, CopyKind, Driver  # noqa: E402
 from ggmlb.core.dtypes import DType  # noqa: E402
 from ggmlb.core.errors import BackendError, BackendUnavailable  # noqa: E402
 from tests.support.gpus import DRIVER_CALLS  # noqa: E402

@@ -19,7 +19,7 @@ from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.backends.cuda.lowering import CudaLowering
 from ggmlb.backends.gpu import Launch, Target, declines
 from ggmlb.backends.gpu.kinds import BoundItems
-from ggmlb.backends.gpu.scratch import place_pieces
+from ggmlb.backends.gpu.plan import place_pieces
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import Built, Case
 from tests.support.golden import CASES as GOLDEN

@@ -26,7 +26,7 @@ ROOMS = {
     "parallel": "one node on many devices: the meta device, weights split by rows",
     "inspect": "inspection: drawings, traces, the sanitizer, comparison",
     "backends.common": "shared code: operand rules, strided memory, fusion, scratch memory, packed weights",
-    "backends.gpu": "portable kernels, one text for OpenCL and CUDA, and the launches that compute a node",
+    "backends.gpu": "portable kernels, one text for OpenCL and CUDA, their launches, and what both share",
     "backends.cpu": "NumPy, the reference",
     "backends.opencl": "PyOpenCL",
     "backends.cuda": "CuPy, cuBLAS, and kernels that only CUDA can have",

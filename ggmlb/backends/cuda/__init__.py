@@ -13,10 +13,9 @@ from ggmlb.core.errors import BackendBroken, BackendUnavailable
 from ggmlb.interface import BackendReg
 
 if TYPE_CHECKING:
-    from ggmlb.backends.cuda.buffer import PeerAccess
+    from ggmlb.backends.cuda.buffer import CudaHostBufferType, PeerAccess
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.driver import Driver
-    from ggmlb.backends.cuda.host import CudaHostBufferType
 
 INSTALL = "pip install 'ggmlb[cuda]'"
 
@@ -82,7 +81,7 @@ class CudaReg(BackendReg):
     def host_buffer_type(self) -> CudaHostBufferType:
         """Pinned host memory, for all devices."""
         if self._host_buffer_type is None:
-            from ggmlb.backends.cuda.host import CudaHostBufferType
+            from ggmlb.backends.cuda.buffer import CudaHostBufferType
 
             self._host_buffer_type = CudaHostBufferType(self.devices[0])
         return self._host_buffer_type

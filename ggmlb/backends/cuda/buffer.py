@@ -1,25 +1,30 @@
-"""Device memory: one allocation for each buffer, with tensors at byte offsets."""
+"""Device memory, one allocation for each buffer with tensors at byte offsets; and pinned host memory."""
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 import weakref
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.cuda.driver import CopyKind, address_of, cuda_errors
-from ggmlb.backends.cuda.stream import BorrowedMemory
+from ggmlb.backends.cuda.driver import CopyKind, address_of, cuda_errors, guard
+from ggmlb.backends.gpu.buffer import GpuBuffer, PinnedBuffer, PinnedBufferType
+from ggmlb.core.errors import AllocationError
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface import BufferType
 from ggmlb.interface.data import Bytes, Pieces
+from ggmlb.interface.host import allocate
 from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.stream import Stream
 
 ALIGNMENT = 256
@@ -41,7 +46,6 @@ class CudaBufferType(BufferType):
         if not nbytes:
             return CudaBuffer(self, 0, 0)
         device = self.device
-        device.check_process(f"allocate {nbytes:,} bytes on {self.name}")
         with cuda_errors(device.driver, f"allocate {nbytes:,} bytes on {self.name}", self, nbytes):
             return CudaBuffer(self, device.memory_pool.allocate(nbytes), nbytes)
 
@@ -52,20 +56,18 @@ class _Memory:
     __slots__ = ("__weakref__",)
 
 
-class CudaBuffer(Buffer):
+class CudaBuffer(GpuBuffer):
     """An allocation on a device.
 
-    Synchronous transfers run on the device's transfer stream, after queued work that uses this buffer, and
-    independent of other work.
-
     Attributes:
-        device: The device it belongs to.
         address: Device address; 0 for a size of 0.
         streams: Streams whose work uses it.
 
     Args:
         owner: Owner of memory allocated by others.
     """
+
+    device: CudaDevice
 
     def __init__(self, buft: CudaBufferType, address: int, nbytes: int, owner: object = None) -> None:
         super().__init__(buft, nbytes)
@@ -76,9 +78,12 @@ class CudaBuffer(Buffer):
         self._memory: object = None
         if address:
             self._memory = _Memory()
-            memory = address if owner is None else BorrowedMemory(owner)
-            give_back = self.device.memory_pool.give_back
-            weakref.finalize(self._memory, give_back, memory, self.streams).atexit = False
+            pool, streams = self.device.memory_pool, self.streams
+            free = partial(self.device.driver.free, address)
+            leave = (
+                partial(pool.give_back, free) if owner is None else partial(pool.give_back_borrowed, owner)
+            )
+            weakref.finalize(self._memory, leave, streams).atexit = False
 
     @property
     def base(self) -> Any:
@@ -101,50 +106,44 @@ class CudaBuffer(Buffer):
         return self.device.driver.view(self.base, shape, dtype, tensor.offset, strides)
 
     def queue(
-        self, kind: CopyKind, at: int, host: npt.NDArray[Any], stream: int, pieces: Pieces | None
+        self, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces, stream: int
     ) -> None:
-        """Queue a copy between an offset in the buffer and host memory, of all of that or of pieces."""
+        """Queue a copy between host memory and the memory from `start` on, at an offset or in pieces."""
         driver, is_write = self.device.driver, kind is CopyKind.TO_DEVICE
-        there, here = self.address + at, address_of(host)
-        if pieces is None:
+        there, here = self.address + start, address_of(host)
+        if isinstance(where, int):
+            there += where
             driver.copy(*((there, here) if is_write else (here, there)), host.nbytes, kind, stream)
             return
-        offset, size, n, *pitches = pieces
+        offset, size, n, *pitches = where
         ends = [(there + offset, pitches[0]), (here, pitches[1])]
-        to, start = ends if is_write else ends[::-1]
-        driver.copy_2d(*to, *start, size, n, kind, stream)
+        to, source = ends if is_write else ends[::-1]
+        driver.copy_2d(*to, *source, size, n, kind, stream)
 
     def copy(
-        self, call: str, kind: CopyKind, at: int, host: npt.NDArray[Any], pieces: Pieces | None = None
+        self, call: str, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces = 0
     ) -> None:
         """As `queue`, after the work that uses the buffer, and wait for it."""
-        self._transfer(call, lambda stream: self.queue(kind, at, host, stream, pieces))
+        self._transfer(call, lambda stream: self.queue(kind, start, host, where, stream))
+
+    def _move(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, where: int | Pieces) -> None:
+        self.copy(f"{call} on {tensor.describe()}", kind, tensor.offset, host, where)
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        self.copy(f"set_tensor on {tensor.describe()}", CopyKind.TO_DEVICE, tensor.offset + offset, data)
+        self._move("set_tensor", CopyKind.TO_DEVICE, tensor, data, offset)
 
     def _set_tensor_2d(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
-        if can_pitch(pieces):
-            what = f"set_tensor_2d on {tensor.describe()}"
-            self.copy(what, CopyKind.TO_DEVICE, tensor.offset, data, pieces)
-        else:
-            super()._set_tensor_2d(tensor, data, pieces)
+        if not can_pitch(pieces):
+            return super()._set_tensor_2d(tensor, data, pieces)
+        return self._move("set_tensor_2d", CopyKind.TO_DEVICE, tensor, data, pieces)
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        self.copy(f"get_tensor on {tensor.describe()}", CopyKind.TO_HOST, tensor.offset + offset, out)
+        self._move("get_tensor", CopyKind.TO_HOST, tensor, out, offset)
 
     def _get_tensor_2d(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
-        if can_pitch(pieces):
-            what = f"get_tensor_2d on {tensor.describe()}"
-            self.copy(what, CopyKind.TO_HOST, tensor.offset, out, pieces)
-        else:
-            super()._get_tensor_2d(tensor, out, pieces)
-
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        self._fill(value, tensor.offset + offset, size)
-
-    def _clear(self, value: int) -> None:
-        self._fill(value, 0, self.size)
+        if not can_pitch(pieces):
+            return super()._get_tensor_2d(tensor, out, pieces)
+        return self._move("get_tensor_2d", CopyKind.TO_HOST, tensor, out, pieces)
 
     def _fill(self, value: int, offset: int, nbytes: int) -> None:
         driver = self.device.driver
@@ -153,22 +152,20 @@ class CudaBuffer(Buffer):
             lambda stream: driver.fill(self.address + offset, value, nbytes, stream),
         )
 
-    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+    def can_copy(self, src: Tensor, dst: Tensor) -> bool:
+        """Whether the source is on a card, and the tensors do not overlap."""
+        return isinstance(src.buffer, CudaBuffer) and not overlap(src, dst)
+
+    def _copy_from(self, src: Tensor, dst: Tensor) -> None:
         source = src.buffer
-        if not isinstance(source, CudaBuffer) or overlap(src, dst):
-            return False
-        self.device.reg.peers.enable(source.device, self.device)
-        self._transfer(
-            f"copy {src.describe()} to {dst.describe()}",
-            lambda stream: queue_copy(src, dst, stream),
-            source,
-        )
-        return True
+        assert isinstance(source, CudaBuffer)
+        self.device.peers.enable(source.device, self.device)
+        what = f"copy {src.describe()} to {dst.describe()}"
+        self._transfer(what, lambda stream: queue_copy(src, dst, stream), source)
 
     def _transfer(self, call: str, queue: Any, *others: CudaBuffer) -> None:
         """Queue a transfer after the work that uses the buffers, and wait for it."""
         device = self.device
-        device.check_process(call)
         with cuda_errors(device.driver, call), device.on():
             stream = device.transfers
             for buffer in (self, *others):
@@ -238,9 +235,11 @@ def _arrives(source: CudaDevice, target: CudaDevice) -> bool:
     return np.array_equal(out, pattern)
 
 
-def can_pitch(pieces: Pieces) -> bool:
-    """Whether a strided copy is one CUDA command: pieces do not overlap, and the pitch is within limits."""
-    return all(pieces.size <= pitch < 1 << 31 for pitch in (pieces.stride_tensor, pieces.stride_data))
+def can_pitch(where: int | Pieces) -> bool:
+    """Whether a copy is one CUDA command: pieces do not overlap, and the pitch is within limits."""
+    if isinstance(where, int):
+        return True
+    return all(where.size <= pitch < 1 << 31 for pitch in (where.stride_tensor, where.stride_data))
 
 
 def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
@@ -254,3 +253,122 @@ def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
         driver.copy(to, start, src.nbytes, CopyKind.ON_DEVICE, stream)
     else:
         driver.copy_peer(to, there, start, here, src.nbytes, stream)
+
+
+def pins_memory() -> bool:
+    """Whether host buffers should be page-locked."""
+    return not env.flag("GGMLB_CUDA_NO_PINNED", default=False)
+
+
+class CudaHostBufferType(PinnedBufferType):
+    """Page-locked host memory for all CUDA devices; the CPU computes in it.
+
+    Attributes:
+        registrations: Page-locked memory of callers.
+    """
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice) -> None:
+        super().__init__(device, "CUDA_Host", ALIGNMENT)
+        self.registrations = Registrations(device.driver)
+
+    def _alloc_buffer(self, nbytes: int) -> PinnedBuffer:
+        if not pins_memory():
+            return PinnedBuffer(self, allocate(self, nbytes), "GGMLB_CUDA_NO_PINNED is set")
+        return super()._alloc_buffer(nbytes)
+
+    def _pinned(self, nbytes: int) -> Bytes:
+        guard.check(f"allocate {nbytes:,} bytes of {self.name} memory")
+        driver = self.device.driver
+        try:
+            return driver.pinned(nbytes)
+        except driver.errors as error:
+            raise AllocationError(str(error)) from None
+
+
+class Pages:
+    """A page-locked memory range, unlocked when nothing refers to it.
+
+    Attributes:
+        start: Its address.
+        stop: The address after its last byte.
+    """
+
+    def __init__(self, array: Bytes) -> None:
+        self.start = address_of(array)
+        self.stop = self.start + array.size
+        self._is_writeable = array.flags.writeable
+
+    def holds(self, other: Pages) -> bool:
+        """Whether it contains a range, and is writable if that is."""
+        may_be_used = self._is_writeable or not other._is_writeable
+        return may_be_used and self.start <= other.start and other.stop <= self.stop
+
+
+class Registrations:
+    """Callers' memory that is page-locked in place (cudaHostRegister), for all cards.
+
+    CUDA cannot lock a byte twice. Arrays within locked memory share its lock until the last is removed;
+    an array that is partly in locked memory is not locked.
+
+    Attributes:
+        pages: The locked ranges.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = Lock()
+        self._added: dict[int, list[Pages]] = {}
+        self.pages: weakref.WeakSet[Pages] = weakref.WeakSet()
+
+    def add(self, array: Bytes) -> bool:
+        """Lock an array's pages until as many calls of `remove`; return whether the system allowed it.
+
+        Source: ggml_backend_cuda_register_host_buffer.
+        """
+        pages = self._locked(array)
+        if pages is not None:
+            self._added.setdefault(address_of(array), []).append(pages)
+        return pages is not None
+
+    def remove(self, address: int) -> None:
+        """Undo an `add` of an array at an address (ggml_backend_cuda_unregister_host_buffer)."""
+        added = self._added.get(address)
+        if added:
+            added.pop()
+
+    def buffer(self, buft: CudaHostBufferType, array: Bytes) -> PinnedBuffer:
+        """Use an array's memory as a host buffer, locked if the system allows it.
+
+        It is unlocked with the last view of it; a running transfer holds one.
+        """
+        pages = self._locked(array) if array.size else None
+        if pages is None:
+            return PinnedBuffer(buft, array, "the system does not page-lock it")
+        memory: Any = (ctypes.c_ubyte * array.size).from_address(address_of(array))
+        memory.pages = pages
+        seen: Bytes = np.frombuffer(memory, np.uint8)
+        seen.flags.writeable = array.flags.writeable
+        return PinnedBuffer(buft, seen)
+
+    def _locked(self, array: Bytes) -> Pages | None:
+        """Return the locked range that an array is in; `None` if it cannot be locked."""
+        new = Pages(array)
+        with self._lock:
+            for pages in list(self.pages):
+                if pages.holds(new):
+                    return pages
+                if new.start < pages.stop and pages.start < new.stop:
+                    return None
+            try:
+                self._driver.register(array)
+            except self._driver.errors:
+                return None
+            self.pages.add(new)
+            weakref.finalize(new, self._unlock, array).atexit = False
+            return new
+
+    def _unlock(self, array: Bytes) -> None:
+        with cuda_errors(self._driver, "unlock a caller's memory"):
+            self._driver.unregister(array)

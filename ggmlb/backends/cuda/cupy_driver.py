@@ -18,8 +18,7 @@ from cupy.cuda.compiler import CompileException
 from cupy.cuda.memory import OutOfMemoryError
 
 from ggmlb.backends.cuda.cublas import library
-from ggmlb.backends.cuda.driver import Call, CopyKind, Facts, address_of
-from ggmlb.backends.cuda.program import OPTIONS, text
+from ggmlb.backends.cuda.driver import OPTIONS, Call, CopyKind, Facts, address_of, text
 from ggmlb.backends.gpu import Launch
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError

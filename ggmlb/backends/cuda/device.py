@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cuda.backend import CudaBackend
-from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer, CudaBufferType
+from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer, CudaBufferType, CudaHostBufferType
 from ggmlb.backends.cuda.driver import cuda_errors, guard
-from ggmlb.backends.cuda.lowering import Request, declines
+from ggmlb.backends.cuda.lowering import declines
 from ggmlb.backends.cuda.stream import CudaEvent, DeviceMemory, Stream
 from ggmlb.backends.gpu import Target
-from ggmlb.backends.gpu.kinds import Lowered
-from ggmlb.core.enums import DeviceType, Op
+from ggmlb.backends.gpu.device import GpuDevice
+from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import BackendError, BackendUnavailable, readable_size
 from ggmlb.core.tensor import Tensor, spanned_bytes
-from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
+from ggmlb.interface import Backend, Buffer, BufferType, Caps
 from ggmlb.interface.data import host_bytes
-from ggmlb.parallel.row_split import SplitBufferType
 from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda import CudaReg
     from ggmlb.backends.cuda.driver import Driver
-    from ggmlb.backends.cuda.host import CudaHostBufferType
 
 WG = 128
 """Threads of a block, unless a kernel fixes it."""
 
-MIN_OFFLOAD_COLUMNS = 32
-"""Least columns of a product for which its weights are uploaded (ggml's threshold)."""
 
-
-class CudaDevice(Device):
+class CudaDevice(GpuDevice):
     """A CUDA card.
 
     Attributes:
@@ -47,19 +41,22 @@ class CudaDevice(Device):
         target: Parameters of the kernels' work split.
         transfers: The stream of synchronous transfers.
         memory_pool: The allocator of its memory.
-        kinds: What its streams have lowered.
+        peers: The direct copies between the registration's devices.
     """
 
+    _reg: CudaReg
+
     def __init__(self, reg: CudaReg, driver: Driver, index: int) -> None:
-        self._reg = reg
+        super().__init__(reg, f"CUDA{index}")
         self.driver = driver
         self.index = index
         self.facts = driver.facts(index)
         self.target = Target(False, self.facts.n_units, WG)
         self.memory_pool = DeviceMemory(driver, index)
-        self.kinds: Kinds[Lowered[tuple[Request, Hashable]]] = Kinds()
+        self.peers = reg.peers
         self._transfers: Stream | None = None
         self._buffer_type = CudaBufferType(self)
+        self._own_types = (self._buffer_type,)
 
     def on(self) -> AbstractContextManager[None]:
         """Context manager that makes it this thread's current device."""
@@ -95,16 +92,7 @@ class CudaDevice(Device):
         """
         return self.driver.blas()
 
-    def check_process(self, call: str) -> None:
-        """Raise a BackendError in a process forked after CUDA was used, and at exit."""
-        guard.check(call)
-
     # -- facts ---------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """`CUDA0`, and so on."""
-        return f"CUDA{self.index}"
 
     @property
     def description(self) -> str:
@@ -135,11 +123,6 @@ class CudaDevice(Device):
         may_lock = env.flag("GGMLB_CUDA_REGISTER_HOST", default=False)
         return Caps(async_=True, host_buffer=True, buffer_from_host_ptr=may_lock, events=True)
 
-    @property
-    def reg(self) -> CudaReg:
-        """The registration `CUDA`."""
-        return self._reg
-
     # -- what it gives -------------------------------------------------------------------------
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
@@ -153,7 +136,6 @@ class CudaDevice(Device):
             BackendError: The stream cannot be made.
         """
         self.check_params(params)
-        self.check_process(f"open a stream on {self.name}")
         return CudaBackend(self)
 
     @property
@@ -182,7 +164,7 @@ class CudaDevice(Device):
                 f"buffer_from_host_ptr: {self.name} page-locks a caller's memory only with "
                 "GGMLB_CUDA_REGISTER_HOST=1; set it, or allocate a buffer and copy into it"
             )
-        self.check_process(f"buffer_from_host_ptr on {self.name}")
+        guard.check(f"buffer_from_host_ptr on {self.name}")
         buft = self.host_buffer_type
         return buft.registrations.buffer(buft, host_bytes(array, "buffer_from_host_ptr"))
 
@@ -197,7 +179,6 @@ class CudaDevice(Device):
         address, driver = interface["data"][0], self.driver
         if not address:
             return CudaBuffer(self._buffer_type, 0, 0, array), 0
-        self.check_process(f"use an array's memory on {self.name}")
         with cuda_errors(driver, f"use an array's memory on {self.name}"), self.on():
             if driver.device_of(address) != self.index:
                 return None
@@ -209,7 +190,6 @@ class CudaDevice(Device):
 
     def event_new(self) -> CudaEvent:
         """Return an event to record on the device's streams."""
-        self.check_process(f"create an event on {self.name}")
         return CudaEvent(self)
 
     # -- what it can do ------------------------------------------------------------------------
@@ -217,14 +197,3 @@ class CudaDevice(Device):
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the tables used for lowering."""
         return declines(op, self.target)
-
-    def supports_buft(self, buft: BufferType) -> bool:
-        """Whether it is the card's memory, or split memory with it as main device."""
-        return buft is self._buffer_type or (isinstance(buft, SplitBufferType) and buft.device is self)
-
-    def offload_op(self, op: Tensor) -> bool:
-        """Whether the card has dedicated memory, and the node is a product with many columns."""
-        if self.type is not DeviceType.GPU:
-            return False
-        n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]
-        return op.op in (Op.MUL_MAT, Op.MUL_MAT_ID) and n_columns >= MIN_OFFLOAD_COLUMNS

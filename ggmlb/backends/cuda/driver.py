@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import numpy.typing as npt
 
-from ggmlb.backends.gpu import Launch
+from ggmlb.backends.gpu import Defines, Kernel, Launch, source
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
 from ggmlb.interface import BufferType
@@ -265,3 +265,13 @@ def address_of(array: npt.NDArray[Any]) -> int:
     """Return the address of a NumPy array's memory."""
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use
+"""NVRTC's options, equal for all kernels, because CuPy queries the compiler's version for each set."""
+
+
+def text(kernel: Kernel, defines: Defines, wg: int) -> str:
+    """Return the CUDA C++ text of a kernel with its macros."""
+    macros = "".join(f"#define {name} {value}\n" for name, value in (*defines, ("WG", wg)))
+    return macros + source(kernel, "cuda")

@@ -16,9 +16,9 @@ from ggmlb.backends.common.kinds import Item
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import MAX_GROUPS, Lowering
-from ggmlb.backends.cuda.program import address_words, argument_block
-from ggmlb.backends.gpu import Launch, Target
+from ggmlb.backends.gpu import Launch, Target, argument_block
 from ggmlb.backends.gpu.kinds import Prepared
+from ggmlb.backends.gpu.source import tensor_words
 from ggmlb.core.enums import NO_OPS
 from ggmlb.core.tensor import Tensor
 from ggmlb.parallel import row_split
@@ -86,12 +86,12 @@ class CudaLowering(NamedTuple):
     def block(self, request: Request) -> bytes:
         """As `gpu.kinds.KindLowering.block`."""
         if isinstance(request, Launch):
-            return argument_block(request, lambda mem: 0)
+            return argument_block(request, "cuda")
         return struct.pack("6q", *[word for mem in request.mems for word in (0, mem.offset)])
 
     def address_words(self, request: Request) -> Sequence[int]:
         """As `gpu.kinds.KindLowering.address_words`."""
-        return address_words(request.kernel) if isinstance(request, Launch) else (0, 2, 4)
+        return tensor_words(request.kernel, "cuda") if isinstance(request, Launch) else (0, 2, 4)
 
 
 def _is_nothing(request: Request) -> bool:

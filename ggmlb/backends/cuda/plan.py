@@ -8,26 +8,33 @@ rebuilt for each token is replayed from its first run on.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ggmlb.backends.cuda.work import Bound
+from ggmlb.backends.cuda.driver import CopyKind
+from ggmlb.backends.cuda.lowering import CudaLowering, Request
+from ggmlb.backends.gpu import Launch, layout
+from ggmlb.backends.gpu.plan import GpuPlan
 from ggmlb.core.enums import Status
 from ggmlb.core.errors import BackendError
-from ggmlb.core.graph import Graph
-from ggmlb.interface import GraphPlan
 from ggmlb.system import env
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.buffer import CudaBuffer
-    from ggmlb.backends.cuda.driver import Driver
+    from ggmlb.backends.cuda.driver import Call, Driver
     from ggmlb.backends.cuda.stream import Stream
-    from ggmlb.backends.cuda.work import Part, Step
+    from ggmlb.backends.gpu.kinds import BoundItems
+    from ggmlb.core.graph import Graph
+    from ggmlb.parallel.row_split import RowSplitProduct
 
 MAX_IDLE = 32
 """Most executable graphs of dropped plans kept for reuse."""
@@ -41,18 +48,18 @@ def uses_graphs() -> bool:
     return env.flag("GGMLB_CUDA_GRAPHS", default=True)
 
 
-class CudaPlan(GraphPlan):
-    """A plan of steps bound to addresses.
+class Step(NamedTuple):
+    """A call on a stream, and its key without arguments; `None` if it cannot be captured."""
 
-    The plan owns every buffer that its steps use, because a captured graph keeps none alive. Steps read
-    positions, row indices and other changing values from tensors, so that they do not change between
-    runs.
+    call: Call
+    key: Hashable | None
+
+
+class CudaPlan(GpuPlan[Step]):
+    """A plan of steps bound to addresses, because a captured graph keeps no buffer alive.
 
     Attributes:
-        parts: The nodes with their steps.
-        segments: The same steps, divided where some cannot be captured.
-        buffers: The buffers that they use.
-        has_indices: Whether its steps read indices, so that a wait must read the record of bad ones.
+        segments: Its steps, divided where some cannot be captured.
     """
 
     if TYPE_CHECKING:
@@ -62,33 +69,49 @@ class CudaPlan(GraphPlan):
             """As `GraphPlan.backend`."""
 
     def __init__(self, backend: CudaBackend, graph: Graph) -> None:
-        super().__init__(backend, graph)
-        bound = Bound(self, backend, graph)
-        self.parts: list[Part] = bound.parts
-        self.has_indices = bound.has_indices
-        self.buffers: tuple[CudaBuffer, ...] = tuple(bound.buffers.values())
-        self.segments: list[Segment] = self._segments()
+        device = backend.device
+        by = CudaLowering(device.target, device.facts.capability, device.has_blas)
+        super().__init__(backend, graph, by, by)
+        steps = [step for part in self.parts for step in part.steps]
+        self.segments: list[Segment] = [
+            Segment(device.driver, backend.idle_graphs, list(run))
+            for captured, group in itertools.groupby(steps, lambda step: step.key is not None)
+            for run in ([group] if captured else zip(group))
+        ]
         self._wait = env.flag("GGMLB_CUDA_SYNC", default=False)
         self._by_node = self._wait or not uses_graphs()
         for buffer in self.buffers:
             buffer.streams.add(backend.stream)
 
-    def _segments(self) -> list[Segment]:
-        segments: list[Segment] = []
-        run: list[Step] = []
-        driver, idle = self.backend.device.driver, self.backend.idle_graphs
-        for part in self.parts:
-            for step in part.steps:
-                if step.key is None:
-                    if run:
-                        segments.append(Segment(driver, idle, run))
-                    segments.append(Segment(driver, idle, [step]))
-                    run = []
-                else:
-                    run.append(step)
-        if run:
-            segments.append(Segment(driver, idle, run))
-        return segments
+    def _bind(self, bound: BoundItems[tuple[Request, Hashable]]) -> list[Step]:
+        device = self.backend.device
+        device.driver.prepare([r for r, _ in bound.new if isinstance(r, Launch)], device.index)
+        values, starts = bound.blocks({buffer: buffer.address for buffer in self.buffers})
+        blocks = values.data.cast("B")
+        return [
+            self._step(request, key, blocks[start:end])
+            for (request, key), start, end in zip(bound.steps, starts, starts[1:], strict=False)
+        ]
+
+    def _step(self, request: Request, key: Hashable, block: memoryview) -> Step:
+        device = self.backend.device
+        if isinstance(request, Launch):
+            own = bytes(block[: layout(request.kernel, "cuda").size])  # without the padding to whole words
+            return Step(device.driver.bind(request, own, device.index), key)
+        words = block.cast("q").tolist()
+        starts = [base + offset for base, offset in zip(words[::2], words[1::2], strict=True)]
+        addresses = dict(zip(map(id, request.mems), starts, strict=True))
+        return Step(self.backend.blas.bind(request, lambda mem: addresses[id(mem)], self._upload), key)
+
+    def _split_step(self, product: RowSplitProduct) -> Step:
+        return Step(lambda stream: product.run(), None)
+
+    def _upload(self, table: npt.NDArray[np.uint64]) -> int:
+        """Copy a table to device memory owned by the plan."""
+        buffer = cast("CudaBuffer", self.backend.alloc_buffer(table.nbytes))
+        self.buffers.append(buffer)
+        buffer.copy("write a table of addresses", CopyKind.TO_DEVICE, 0, table)
+        return buffer.address
 
     def run(self) -> Status:
         """Queue the steps.
@@ -113,32 +136,21 @@ class CudaPlan(GraphPlan):
             if abort is not None and abort():
                 return Status.ABORTED
             try:
-                with nullcontext() if clock is None else clock.time(_told(part)):
+                with nullcontext() if clock is None else clock.time(part.describe()):
                     for step in part.steps:
                         step.call(stream.handle)
                 if self._wait:
                     stream.synchronize()
             except backend.device.driver.errors as error:
-                raise BackendError(f"{backend.name} failed to compute {_told(part)}: {error}") from None
+                raise BackendError(f"{backend.name} failed to compute {part.describe()}: {error}") from None
         return Status.SUCCESS
-
-    def describe(self) -> str:
-        """Return a description of the plan, for messages."""
-        if not self.parts:
-            return "a graph of views"
-        return f"a graph of {len(self.parts)} nodes, up to {self.parts[-1].nodes[-1].describe()}"
 
     def release(self) -> None:
         """Release its graphs, steps and buffers."""
         for segment in self.segments:
             segment.release()
         self.segments = []
-        self.parts = []
-        self.buffers = ()
-
-
-def _told(part: Part) -> str:
-    return " with ".join(node.describe() for node in part.nodes)
+        super().release()
 
 
 class IdleGraphs:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ggmlb.backends.cuda.backend import CudaBackend
-from ggmlb.backends.cuda.buffer import CudaBuffer
+from ggmlb.backends.cuda.buffer import CudaBuffer, pins_memory
 from ggmlb.backends.cuda.driver import cuda_errors
-from ggmlb.backends.cuda.host import pins_memory
 from ggmlb.backends.cuda.plan import uses_graphs
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor

@@ -1,17 +1,20 @@
-"""Streams and events of a device, and its memory, which is released when streams are done with it."""
+"""Streams, events and clocks of a device, and its memory, which is released when streams are done with it."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy.typing as npt
 
 from ggmlb.backends.cuda.driver import cuda_errors
-from ggmlb.interface import Event
+from ggmlb.interface import Command, Event
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.buffer import CudaBuffer
@@ -19,6 +22,15 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.plan import IdleGraphs
+
+Release: TypeAlias = Callable[[], object]
+"""Releases a resource that no work uses any more."""
+
+N_LOOKS = 5
+"""Number of clock comparisons, of which the fastest is used."""
+
+SPAN_NS = 1_000_000_000
+"""Longest measured interval [ns], in which a float32 of milliseconds resolves 60 ns."""
 
 
 class Stream:
@@ -99,7 +111,8 @@ class CudaEvent(Event):
         super().__init__(device)
         with cuda_errors(device.driver, f"create an event on {device.name}"), device.on():
             self.handle = device.driver.event_new()
-        self._leave = weakref.finalize(self, device.memory_pool.give_back_event, self.handle)
+        release = partial(device.driver.event_free, self.handle)
+        self._leave = weakref.finalize(self, device.memory_pool.give_back, release)
         self._leave.atexit = False
 
     def _synchronize(self) -> None:
@@ -112,15 +125,6 @@ class CudaEvent(Event):
         self._leave.detach()
         with cuda_errors(device.driver, f"free an event of {device.name}"), device.on():
             device.driver.event_free(self.handle)
-
-
-class BorrowedMemory:
-    """Memory of another library, with its owner."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
 
 
 class DeferredRelease:
@@ -152,7 +156,7 @@ class DeferredRelease:
 
 
 class DeviceMemory:
-    """Allocator of one device.
+    """Allocator of one device, which releases resources when the work that uses them is done.
 
     Garbage collection may drop a buffer at any moment, even during a capture. So `give_back` only records
     it; the next call records events for work that may still use the memory, and checks them.
@@ -166,9 +170,8 @@ class DeviceMemory:
         self._device = device
         self._lock = threading.Lock()
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._dropped: deque[tuple[int | BorrowedMemory | DeferredRelease, tuple[Stream, ...]]] = deque()
-        self._leaving: list[tuple[int | BorrowedMemory | DeferredRelease, list[tuple[Stream, int]]]] = []
-        self._events: deque[int] = deque()
+        self._dropped: deque[tuple[Release, tuple[Stream, ...]]] = deque()
+        self._leaving: list[tuple[Release, list[tuple[Stream, int]]]] = []
 
     def allocate(self, nbytes: int) -> int:
         """Allocate `nbytes`; on failure, wait for pending releases and retry once.
@@ -188,22 +191,19 @@ class DeviceMemory:
             driver.trim()
             return driver.malloc(nbytes)
 
-    def give_back(self, memory: int | BorrowedMemory | DeferredRelease, streams: Iterable[Stream]) -> None:
-        """Release memory, given by address or owner, when the work now queued on the streams is done.
+    def give_back(self, release: Release, streams: Iterable[Stream] = ()) -> None:
+        """Call `release` when the work now queued on the streams is done."""
+        self._dropped.append((release, tuple(streams)))
 
-        A dropped stream that was not freed passes its `DeferredRelease`.
-        """
+    def give_back_borrowed(self, owner: object, streams: Iterable[Stream]) -> None:
+        """Keep the owner of memory of another library until the work now queued on the streams is done."""
         users = tuple(streams)
-        if users or not isinstance(memory, BorrowedMemory):
-            self._dropped.append((memory, users))
-
-    def give_back_event(self, event: int) -> None:
-        """Release a dropped event."""
-        self._events.append(event)
+        if users:
+            self._dropped.append((partial(id, owner), users))  # which only holds it
 
     def sweep_if_idle(self) -> None:
         """As `sweep`, unless a stream of the device has work, which cudaFree would wait for."""
-        if not self._dropped and not self._leaving and not self._events:
+        if not self._dropped and not self._leaving:
             return
         streams = [stream for stream in list(self.streams) if stream.handle]
         with self._driver.on(self._device):
@@ -211,41 +211,104 @@ class DeviceMemory:
                 self.sweep()
 
     def sweep(self, wait: bool = False) -> None:
-        """Free returned memory that no work uses any more; with `wait`, all of it."""
-        if not self._dropped and not self._leaving and not self._events:
+        """Release what was given back and no work uses any more; with `wait`, all of it."""
+        if not self._dropped and not self._leaving:
             return
         driver = self._driver
-        lent = []  # what becomes of it is its owner's code, which runs without the lock
-        remains = []
-        with self._lock, driver.on(self._device):
-            while self._events:
-                driver.event_free(self._events.popleft())
-            while self._dropped:
-                memory, streams = self._dropped.popleft()
-                marks = [
-                    (stream, stream.mark()) for stream in streams if stream.handle and not stream.is_idle()
-                ]
-                self._leaving.append((memory, marks))
-            still = []
-            for memory, marks in self._leaving:
-                if wait:
-                    for _, event in marks:
-                        driver.event_synchronize(event)
-                elif not all(driver.event_done(event) for _, event in marks):
-                    still.append((memory, marks))
-                    continue
-                if isinstance(memory, BorrowedMemory):
-                    lent.append(memory)
-                elif isinstance(memory, DeferredRelease):
-                    remains.append(memory)
-                else:
-                    driver.free(memory)
-                for stream, event in marks:
-                    if stream.handle:
-                        stream.unmark(event)
-                    else:
-                        driver.event_free(event)
-            self._leaving = still
-        for each in remains:
-            each.close()
-        lent.clear()
+        done: list[Release] = []  # they run without the lock: an owner's code may do anything
+        with driver.on(self._device):
+            with self._lock:
+                while self._dropped:
+                    release, streams = self._dropped.popleft()
+                    busy = [stream for stream in streams if stream.handle and not stream.is_idle()]
+                    self._leaving.append((release, [(stream, stream.mark()) for stream in busy]))
+                still = []
+                for release, marks in self._leaving:
+                    if wait:
+                        for _, event in marks:
+                            driver.event_synchronize(event)
+                    elif not all(driver.event_done(event) for _, event in marks):
+                        still.append((release, marks))
+                        continue
+                    done.append(release)
+                    for stream, event in marks:
+                        if stream.handle:
+                            stream.unmark(event)
+                        else:
+                            driver.event_free(event)
+                self._leaving = still
+            for release in done:
+                release()
+
+
+class Clock:
+    """Records timed events around commands, and sets their times when the stream is idle.
+
+    CUDA measures only intervals between events, as float32 milliseconds: an hour to 0.25 ms. So events
+    are measured from an anchor event at most about `SPAN_NS` before them, and anchors from the previous
+    anchor. The first anchor, and any after an idle pause, has the host's time. The stream's device must
+    be the current one.
+    """
+
+    def __init__(self, driver: Driver, stream: Stream, commands: list[Command]) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._commands = commands
+        self._events: list[tuple[Command | None, int, int]] = []
+        self._last = self._newest = 0
+        self._add_anchor()
+
+    @contextmanager
+    def time(self, name: str, is_copy: bool = False) -> Iterator[None]:
+        """Context manager that times the work queued in its block."""
+        if perf_counter_ns() - self._last > SPAN_NS and self._driver.event_done(self._newest):
+            self._add_anchor()
+        before = self._mark()
+        yield
+        command = Command(name, is_copy)
+        self._commands.append(command)
+        self._newest = self._mark()
+        self._events.append((command, before, self._newest))
+        self._last = perf_counter_ns()
+
+    def settle(self) -> None:
+        """Set start and stop of the finished commands."""
+        driver = self._driver
+        anchor = at = 0
+        for command, before, after in self._events:
+            if command is None:
+                anchor, at = before, after
+                continue
+            start = at + round(driver.event_elapsed(anchor, before) * 1e9)
+            command.start, command.stop = start, start + round(driver.event_elapsed(before, after) * 1e9)
+            if start - at > SPAN_NS:
+                anchor, at = before, start
+        for command, before, after in self._events:
+            driver.event_free(before)
+            if command is not None:
+                driver.event_free(after)
+
+    def _add_anchor(self) -> None:
+        """Record an anchor with a known host time: no command, the event, and the time [ns]."""
+        looks = [self._look() for _ in range(N_LOOKS)]
+        best = min(looks)
+        for look in looks:
+            if look is not best:
+                self._driver.event_free(look[2])
+        self._newest = best[2]
+        self._events.append((None, best[2], best[1]))
+        self._last = perf_counter_ns()
+
+    def _look(self) -> tuple[int, int, int]:
+        """Record an event and wait for it; return the duration, the middle of the wait, and the event."""
+        before = perf_counter_ns()
+        event = self._mark()
+        self._driver.event_synchronize(event)
+        after = perf_counter_ns()
+        return after - before, (before + after) // 2, event
+
+    def _mark(self) -> int:
+        event = self._driver.event_new(timed=True)
+        with self._stream.lock:
+            self._driver.event_record(event, self._stream.handle)
+        return event

@@ -9,9 +9,9 @@ list from its text. The macro WG decides whether a work-group shares a row (GPUs
 its own rows (CPU-type devices).
 """
 
-from ggmlb.backends.gpu.launch import MAX_WG, BadIndex, Defines, Launch, Scratch, Target
+from ggmlb.backends.gpu.launch import MAX_WG, BadIndex, Defines, Launch, Scratch, Target, argument_block
 from ggmlb.backends.gpu.lowering import can_fuse, declines, lower, lower_group
-from ggmlb.backends.gpu.source import Kernel, Param, families, packed_args, source
+from ggmlb.backends.gpu.source import Kernel, Param, families, layout, source
 
 __all__ = [
     "MAX_WG",
@@ -22,11 +22,12 @@ __all__ = [
     "Param",
     "Scratch",
     "Target",
+    "argument_block",
     "can_fuse",
     "declines",
     "families",
+    "layout",
     "lower",
     "lower_group",
-    "packed_args",
     "source",
 ]

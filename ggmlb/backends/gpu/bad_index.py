@@ -12,36 +12,19 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ggmlb.core.errors import BackendError
 
 if TYPE_CHECKING:
     from ggmlb.backends.gpu.launch import BadIndex
+    from ggmlb.backends.gpu.stream import GpuBackend
     from ggmlb.interface import Buffer
 
 N_WORDS: Final = 3
 """Words of the record (i64): whether there is a bad index (i32 and padding), the index, the step's number."""
-
-
-class RecordStream(Protocol):
-    """A stream whose kernels record bad indices."""
-
-    @property
-    def name(self) -> str:
-        """The device's name, for messages."""
-
-    def alloc_buffer(self, nbytes: int) -> Buffer:
-        """Return memory of its device."""
-
-    def finish(self) -> None:
-        """Wait for all queued work."""
-
-    def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """Wait for all queued work, and read a buffer as it is then."""
 
 
 class BadIndices:
@@ -57,7 +40,7 @@ class BadIndices:
         self._uses = itertools.count(1)
         self._last_use = self._last_checked = 0
 
-    def bind(self, plan: object, steps: Sequence[BadIndex], stream: RecordStream) -> list[tuple[Buffer, int]]:
+    def bind(self, plan: object, steps: Sequence[BadIndex], stream: GpuBackend) -> list[tuple[Buffer, int]]:
         """Return the record, and a number, for each step of a plan that reads indices."""
         if not steps:
             return []
@@ -75,7 +58,7 @@ class BadIndices:
         """Note that steps that read indices were queued."""
         self._last_use = next(self._uses)
 
-    def finish(self, stream: RecordStream) -> None:
+    def finish(self, stream: GpuBackend) -> None:
         """Wait for all work queued on the stream, and look at the record.
 
         Raises:

@@ -7,12 +7,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.common.strided import Mem, merged
-from ggmlb.backends.gpu.source import Kernel, kernels
+from ggmlb.backends.gpu.source import Kernel, Language, kernels, layout
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import contiguous_nb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ggmlb.core.tensor import Ne, Tensor
 
@@ -113,6 +113,21 @@ class Launch:
     args: tuple[Mem | int | float, ...]
     groups: tuple[int, int, int]
     wg: int
+
+
+def argument_block(launch: Launch, language: Language, base: Callable[[Mem], int] = lambda _: 0) -> bytes:
+    """Return a launch's arguments as `layout` has them; `base` returns the address of a mem's memory."""
+    flat: list[int | float] = []
+    for arg in launch.args:
+        if isinstance(arg, Mem):
+            flat += (
+                (arg.offset, *arg.ne, *arg.nb)
+                if language == "opencl"
+                else (base(arg), arg.offset, *arg.ne, *arg.nb)
+            )
+        else:
+            flat.append(arg)
+    return layout(launch.kernel, language).pack(*flat)
 
 
 def _defines(mem: Mem, name: str) -> Defines:

@@ -24,10 +24,16 @@ PORTABLE: Final = "ggmlb.backends.gpu.kernels"
 BLOCKS: Final = "blocks.h"
 """The header that is made of the types' records; see `_blocks`."""
 
+FORMATS: Final[Mapping[Language, Mapping[ParamKind, str]]] = {
+    "opencl": {"tensor": "q4i4q", "int": "i", "float": "f"},
+    "cuda": {"tensor": "Pq4i4q", "int": "i", "float": "f"},
+}
+"""Layout of each kind of parameter, as `struct` has it; a tensor's is `TENSOR_` in tensors.h."""
+
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
 _KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
 _HEAD = re.compile(_KERNEL.pattern + r"\s*\{\n", re.MULTILINE)
-_PACKED: Final = {"tensor": ("tensor_t_", "q4i4q"), "int": ("int", "i"), "float": ("float", "f")}
+_TYPES: Final = {"tensor": "tensor_t_", "int": "int", "float": "float"}
 _BODY = re.compile(r"^KERNEL (\w+)\(.*?^}\n", re.MULTILINE | re.DOTALL)
 _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<scalar>\w+))$")
 
@@ -112,40 +118,31 @@ def source(kernel: Kernel, language: Language, *, outlined: bool = False) -> str
 
 
 @cache
-def packed_args(kernel: Kernel) -> struct.Struct:
-    """Return the layout of a kernel's last argument in OpenCL: all that it takes, but the buffers.
+def layout(kernel: Kernel, language: Language) -> struct.Struct:
+    """Return the layout of a kernel's arguments, each aligned to its size as in a C struct.
 
-    The padding at its end is a member: rusticl 22.3 does not count a struct's own in the argument's size.
+    In OpenCL, it is that of the last argument, which has all but the buffers. The padding at its end is a
+    member: rusticl 22.3 does not count a struct's own in the argument's size.
     """
-    layout = "@" + "".join(_PACKED[param.kind][1] for param in kernel.params)
-    return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
-
-
-def tensor_words(kernel: Kernel, formats: Mapping[str, str]) -> list[int]:
-    """Return where tensors begin in a kernel's arguments, in words of 8 bytes.
-
-    Args:
-        kernel: The kernel.
-        formats: The layout of each kind of parameter, as `struct` has it.
-    """
-    layout, words = "@", list[int]()
-    for param in kernel.params:
-        if param.kind == "tensor":
-            words.append(struct.calcsize(f"{layout}0q") // 8)
-        layout += formats[param.kind]
-    return words
+    found = "@" + "".join(FORMATS[language][param.kind] for param in kernel.params)
+    return struct.Struct(f"{found}{-struct.calcsize(found) % 8}x" if language == "opencl" else found)
 
 
 @cache
-def offset_words(kernel: Kernel) -> list[int]:
-    """Return where the offsets of tensors are in `packed_args`, in words of 8 bytes."""
-    return tensor_words(kernel, {kind: layout for kind, (_, layout) in _PACKED.items()})
+def tensor_words(kernel: Kernel, language: Language) -> list[int]:
+    """Return where tensors begin in a kernel's arguments, in words of 8 bytes."""
+    found, words = "@", list[int]()
+    for param in kernel.params:
+        if param.kind == "tensor":
+            words.append(struct.calcsize(f"{found}0q") // 8)
+        found += FORMATS[language][param.kind]
+    return words
 
 
 def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
     """Declare `args_t_`, and make it the last parameter of the kernel instead of numbers."""
-    members = " ".join(f"{_PACKED[p.kind][0]} {p.name};" for p in kernel.params)
-    if packed_args(kernel).format.endswith("4x"):  # all members are of 4 or 8 bytes
+    members = " ".join(f"{_TYPES[p.kind]} {p.name};" for p in kernel.params)
+    if layout(kernel, "opencl").format.endswith("4x"):  # all members are of 4 or 8 bytes
         members += " int pad_;"
     unpack = " ".join(
         f"UNPACK({p.name})" if p.kind == "tensor" else f"const {p.kind} {p.name} = args_.{p.name};"

@@ -1,27 +1,27 @@
-"""OpenClBackend: a stream as an in-order command queue."""
+"""OpenClBackend: a stream as an in-order command queue, with its events and its clock."""
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, TypeGuard, cast
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
-from ggmlb.backends.common.fusion import Group, gather
+from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.gpu import Target, can_fuse
-from ggmlb.backends.gpu.bad_index import BadIndices
-from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
-from ggmlb.backends.opencl.clock import QueueClock
+from ggmlb.backends.gpu.stream import GpuBackend
+from ggmlb.backends.opencl.buffer import OpenClBuffer, queue_copy
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.backends.opencl.runtime import check_outcome, cl_errors, guard, is_done
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Backend, Buffer, Event, GraphPlan
-from ggmlb.interface.data import Bytes
-from ggmlb.parallel.row_split import Helpers, is_split
+from ggmlb.interface import Backend, Buffer, Command, Event, GraphPlan
+from ggmlb.interface.data import Bytes, Pieces
+from ggmlb.parallel.row_split import is_split
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
@@ -30,6 +30,9 @@ _queue_ids = itertools.count()
 
 MAX_HELD = 256
 """Number of kept transfer events at which finished ones are dropped."""
+
+N_LOOKS = 5
+"""Number of clock comparisons, of which the fastest is used."""
 
 
 class OpenClEvent(Event):
@@ -55,14 +58,12 @@ class OpenClEvent(Event):
         self.marker = None
 
 
-class OpenClBackend(Backend):
+class OpenClBackend(GpuBackend):
     """An in-order command queue.
 
     Attributes:
         queue: PyOpenCL's queue.
         target: Parameters of the kernels' work split.
-        helpers: Its helper streams on other devices, for split products.
-        bad_indices: The record of out-of-range indices of its kernels.
     """
 
     guid = "ggmlb-opencl"
@@ -79,26 +80,15 @@ class OpenClBackend(Backend):
         self._held: list[cl.Event] = []
         self._last: cl.Event | None = None
         self._clock: QueueClock | None = None
-        self.helpers = Helpers()
-        self.bad_indices = BadIndices()
-
-    @property
-    def streams(self) -> tuple[Backend, ...]:
-        """Itself and its helper streams."""
-        return (self, *self.helpers.streams)
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def can_fuse(self, group: Group) -> bool:
-        """Whether a kernel computes a group of nodes at once."""
-        target = self.target
-        return self.device.kinds.fuses(
-            group, lambda g: can_fuse(g, target) and not any(map(is_split, g.nodes)), target
-        )
+    @property
+    def _fuses_by(self) -> Target:
+        return self.target
 
-    def graph_optimize(self, graph: Graph) -> None:
-        """Move the nodes of fused groups together."""
-        gather(graph, self.can_fuse)
+    def _fuses(self, group: Group) -> bool:
+        return can_fuse(group, self.target) and not any(map(is_split, group.nodes))
 
     def _plan(self, graph: Graph) -> GraphPlan:
         guard.check(f"plan a graph on {self.name}")
@@ -137,69 +127,34 @@ class OpenClBackend(Backend):
                 product.run()
         return Status.SUCCESS, event
 
-    def _plan_free(self, plan: GraphPlan) -> None:
-        cast("OpenClPlan", plan).release()
-
     # -- transfers -----------------------------------------------------------------------------
 
-    def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        buffer = tensor.buffer
-        if not self._owns(buffer) or buffer.packing(tensor):
-            super()._set_tensor_async(tensor, data, offset)
-            return
-        with cl_errors(f"set_tensor_async on {tensor.describe()}", device=self.name):
-            start = tensor.offset + offset
-            event = cl.enqueue_copy(self.queue, buffer.memory, data, dst_offset=start, is_blocking=False)
+    def _queue_move(
+        self, call: str, is_write: bool, tensor: Tensor, host: Bytes, where: int | Pieces
+    ) -> bool:
+        buffer = cast("OpenClBuffer | None", self._own(tensor))
+        if buffer is None or not isinstance(where, int) or buffer.packing(tensor):
+            return False
+        at = tensor.offset + where
+        with cl_errors(f"{call} on {tensor.describe()}", device=self.name):
+            memory, queue = buffer.memory, self.queue
+            if is_write:
+                event = cl.enqueue_copy(queue, memory, host, dst_offset=at, is_blocking=False)
+            else:
+                event = cl.enqueue_copy(queue, host, memory, src_offset=at, is_blocking=False)
             self._hold(event, buffer)
             self._time_copy(event, tensor)
-
-    def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        buffer = tensor.buffer
-        if not self._owns(buffer) or buffer.packing(tensor):
-            super()._get_tensor_async(tensor, out, offset)
-            return
-        with cl_errors(f"get_tensor_async on {tensor.describe()}", device=self.name):
-            start = tensor.offset + offset
-            event = cl.enqueue_copy(self.queue, out, buffer.memory, src_offset=start, is_blocking=False)
-            self._hold(event, buffer)
-            self._time_copy(event, tensor)
-
-    def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
-        source, target = src.buffer, dst.buffer
-        if (
-            not isinstance(backend_src, OpenClBackend)
-            or not backend_src._owns(source)
-            or not self._owns(target)
-        ):
-            return False
-        if not can_copy(source, src, target, dst):
-            return False
-        with cl_errors(f"copy {src.describe()} to {dst.describe()}", device=self.name):
-            across = backend_src is not self
-            before = [backend_src._mark()] if across else None
-            event = queue_copy(self.queue, src, dst, before)
-            self._note(event, source, target)
-            self._time_copy(event, src)
-            if across:  # what comes next on the source may overwrite it
-                cl.enqueue_barrier(backend_src.queue, wait_for=[event])
-                backend_src.queue.flush()
         return True
 
-    def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
-        source, target = src.buffer, dst.buffer
-        if not isinstance(source, OpenClBuffer) or not isinstance(target, OpenClBuffer):
-            return False
-        # One command of this queue, which must own one side and share a context with the other.
-        if self.device not in (source.device, target.device) or not can_copy(source, src, target, dst):
-            return False
+    def _queue_copy(self, src: Tensor, dst: Tensor, after: Backend | None) -> None:
+        source = after if isinstance(after, OpenClBackend) and after is not self else None
         with cl_errors(f"copy {src.describe()} to {dst.describe()}", device=self.name):
-            event = queue_copy(self.queue, src, dst)
-            self._note(event, source, target)
+            event = queue_copy(self.queue, src, dst, None if source is None else [source._mark()])
+            self._note(event, cast("OpenClBuffer", src.buffer), cast("OpenClBuffer", dst.buffer))
             self._time_copy(event, src)
-        return True
-
-    def _owns(self, buffer: object) -> TypeGuard[OpenClBuffer]:
-        return isinstance(buffer, OpenClBuffer) and buffer.device is self.device
+            if source is not None:  # what comes next on the source may overwrite it
+                cl.enqueue_barrier(source.queue, wait_for=[event])
+                source.queue.flush()
 
     # -- order ---------------------------------------------------------------------------------
 
@@ -254,18 +209,15 @@ class OpenClBackend(Backend):
             with cl_errors(f"wait for an event on {self.name}", device=self.name):
                 cl.enqueue_barrier(self.queue, wait_for=[event.marker])
 
-    def _synchronize(self) -> None:
-        self.bad_indices.finish(self)
-
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """As `RecordStream.finish_and_read`."""
+        """By a copy behind the work."""
         record = cast("OpenClBuffer", buffer)
         with cl_errors(f"read the index record of {self.name}", device=self.name):
             self._hold(cl.enqueue_copy(self.queue, words, record.memory, is_blocking=False), record)
         self.finish()
 
     def finish(self) -> None:
-        """As `RecordStream.finish`."""
+        """Wait for all queued work, and check that it succeeded."""
         with cl_errors(f"synchronize {self.name}", device=self.name):
             self.queue.finish()
             if self._last is not None and not is_done(self._last):
@@ -277,5 +229,49 @@ class OpenClBackend(Backend):
         for event in ended:
             check_outcome(event, self.name, self.name)
 
-    def _free(self) -> None:
-        self.helpers.free()
+
+class _Look(NamedTuple):
+    """Duration of a comparison, device time, and offset to the host's clock [ns]."""
+
+    took: int
+    at: int
+    offset: int
+
+
+class QueueClock:
+    """Records commands of a profiling queue, and sets their times when the queue is idle."""
+
+    def __init__(self, queue: cl.CommandQueue, commands: list[Command]) -> None:
+        self._queue = queue
+        self._commands = commands
+        self._events: list[tuple[Command, cl.Event]] = []
+        self._first = _look(queue)
+
+    def note(self, name: str, event: cl.Event, is_copy: bool = False) -> None:
+        """Add a command that was queued."""
+        command = Command(name, is_copy)
+        self._commands.append(command)
+        self._events.append((command, event))
+
+    def settle(self) -> None:
+        """Set start and stop of the finished commands."""
+        first, last = self._first, _look(self._queue)
+        drift = (last.offset - first.offset) / max(last.at - first.at, 1)
+        for command, event in self._events:
+            times = event.profile
+            command.start, command.stop = (
+                at + first.offset + round((at - first.at) * drift) for at in (times.start, times.end)
+            )
+
+
+def _look(queue: cl.CommandQueue) -> _Look:
+    """Read both clocks, as close in time as possible."""
+    looks = []
+    for _ in range(N_LOOKS):
+        before = perf_counter_ns()
+        marker = cl.enqueue_marker(queue)
+        marker.wait()
+        after = perf_counter_ns()
+        at = marker.profile.end
+        looks.append(_Look(after - before, at, (before + after) // 2 - at))
+    return min(looks)

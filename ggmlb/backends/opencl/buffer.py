@@ -1,18 +1,22 @@
-"""Device memory: one OpenCL buffer for each Buffer, with tensors at byte offsets."""
+"""Device memory, one OpenCL buffer for each Buffer with tensors at byte offsets; and pinned host memory."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyopencl as cl
 import pyopencl.array
 
+from ggmlb.backends.gpu.buffer import GpuBuffer, PinnedBufferType
 from ggmlb.backends.opencl.runtime import cl_errors, is_done
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface import BufferType
 from ggmlb.interface.data import Bytes
 
 if TYPE_CHECKING:
@@ -52,15 +56,10 @@ class OpenClBufferType(BufferType):
         return OpenClBuffer(self, memory, nbytes)
 
 
-class OpenClBuffer(Buffer):
-    """An OpenCL buffer.
+class OpenClBuffer(GpuBuffer):
+    """An OpenCL buffer."""
 
-    Synchronous transfers run on the device's transfer queue, after queued work that uses this buffer, and
-    independent of other work.
-
-    Attributes:
-        device: The device it belongs to.
-    """
+    device: OpenClDevice
 
     def __init__(
         self,
@@ -118,51 +117,40 @@ class OpenClBuffer(Buffer):
         return [event for event in list(self._uses.values()) if not is_done(event)]
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        with cl_errors(f"set_tensor on {tensor.describe()}", device=self.device.name):
-            cl.enqueue_copy(
-                self.device.transfers,
-                self.memory,
-                data,
-                dst_offset=tensor.offset + offset,
-                wait_for=self.uses(),
-                is_blocking=True,
-            )
+        start = tensor.offset + offset
+        self._transfer(f"set_tensor on {tensor.describe()}", self.memory, data, dst_offset=start)
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        with cl_errors(f"get_tensor on {tensor.describe()}", device=self.device.name):
-            cl.enqueue_copy(
-                self.device.transfers,
-                out,
-                self.memory,
-                src_offset=tensor.offset + offset,
-                wait_for=self.uses(),
-                is_blocking=True,
-            )
+        start = tensor.offset + offset
+        self._transfer(f"get_tensor on {tensor.describe()}", out, self.memory, src_offset=start)
 
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        self._fill(value, tensor.offset + offset, size)
-
-    def _clear(self, value: int) -> None:
-        self._fill(value, 0, self.size)
+    def _transfer(self, call: str, dst: Any, src: Any, **start: Any) -> None:
+        """Copy after the commands that use the buffer, and wait for it."""
+        with cl_errors(call, device=self.device.name):
+            cl.enqueue_copy(self.device.transfers, dst, src, wait_for=self.uses(), is_blocking=True, **start)
 
     def _fill(self, value: int, offset: int, nbytes: int) -> None:
         with cl_errors(f"fill {nbytes:,} bytes on {self.name}", device=self.device.name):
+            pattern = np.full(1, value, np.uint8)
             cl.enqueue_fill_buffer(
-                self.device.transfers,
-                self.memory,
-                np.full(1, value, np.uint8),
-                offset,
-                nbytes,
-                wait_for=self.uses(),
+                self.device.transfers, self.memory, pattern, offset, nbytes, wait_for=self.uses()
             ).wait()
 
-    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+    def can_copy(self, src: Tensor, dst: Tensor) -> bool:
+        """Whether the buffers share a context, the packing is equal, and the tensors do not overlap."""
         source = src.buffer
-        if not isinstance(source, OpenClBuffer) or not can_copy(source, src, self, dst):
+        if not isinstance(source, OpenClBuffer) or source.device.context is not self.device.context:
             return False
+        packing = source.packing(src)
+        if packing != self.packing(dst) or (packing and (src.view_src or dst.view_src)):
+            return False
+        return not overlap(src, dst)
+
+    def _copy_from(self, src: Tensor, dst: Tensor) -> None:
+        source = src.buffer
+        assert isinstance(source, OpenClBuffer)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}", device=self.device.name):
             queue_copy(self.device.transfers, src, dst, [*source.uses(), *self.uses()]).wait()
-        return True
 
     def _as_array(
         self, tensor: Tensor, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]
@@ -179,7 +167,7 @@ class OpenClBuffer(Buffer):
 def queue_copy(
     queue: cl.CommandQueue, src: Tensor, dst: Tensor, wait_for: list[cl.Event] | None = None
 ) -> cl.Event:
-    """Queue a copy between tensors for which `can_copy` is true."""
+    """Queue a copy between tensors for which `OpenClBuffer.can_copy` is true."""
     source, target = src.buffer, dst.buffer
     assert isinstance(source, OpenClBuffer)
     assert isinstance(target, OpenClBuffer)
@@ -194,11 +182,77 @@ def queue_copy(
     )
 
 
-def can_copy(src_buffer: OpenClBuffer, src: Tensor, dst_buffer: OpenClBuffer, dst: Tensor) -> bool:
-    """Whether one command can copy between tensors: one context, equal packing, no overlap."""
-    if src_buffer.device.context is not dst_buffer.device.context:
-        return False
-    packing = src_buffer.packing(src)
-    if packing != dst_buffer.packing(dst) or (packing and (src.view_src or dst.view_src)):
-        return False
-    return not overlap(src, dst)
+class MemoryLedger:
+    """Counter of a device's memory, because OpenCL reports no free memory and overcommits.
+
+    Buffers are released by any thread, and by the garbage collector at any point. Each change is one
+    atomic operation on a dict or deque, so that no lock is needed.
+
+    Attributes:
+        total: The device's memory [bytes].
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._tickets = itertools.count()
+        self._sizes: dict[int, int] = {}
+        self._leaving: deque[tuple[cl.Buffer | None, int, list[cl.Event]]] = deque()
+
+    @property
+    def free(self) -> int:
+        """Free memory [bytes], including memory that pending work still uses."""
+        self._sweep()
+        return max(0, self.total - sum(list(self._sizes.values())))
+
+    def take(self, nbytes: int) -> int:
+        """Count an allocation; return its ticket for `give_back`."""
+        ticket = next(self._tickets)
+        self._sizes[ticket] = nbytes
+        return ticket
+
+    def give_back(self, memory: cl.Buffer | None, ticket: int, uses: Mapping[int, cl.Event]) -> None:
+        """Release memory as soon as the commands that use it have ended."""
+        self._leaving.append((memory, ticket, list(uses.values())))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for _ in range(len(self._leaving)):
+            try:
+                leaving = self._leaving.popleft()
+            except IndexError:  # another sweep has it
+                return
+            if all(map(is_done, leaving[2])):
+                del self._sizes[leaving[1]]
+            else:
+                self._leaving.append(leaving)
+
+
+class OpenClHostBufferType(PinnedBufferType):
+    """Host memory allocated by the OpenCL runtime; it stays mapped while any NumPy view of it exists."""
+
+    device: OpenClDevice
+
+    def __init__(self, device: OpenClDevice) -> None:
+        super().__init__(device, f"{device.name}_Host", ALIGNMENT)
+
+    @property
+    def max_size(self) -> int:
+        """Largest single allocation of the runtime [bytes]."""
+        return int(self.device.cl_device.max_mem_alloc_size)
+
+    def _pinned(self, nbytes: int) -> Bytes:
+        device = self.device
+        what = f"allocate {nbytes:,} bytes of host memory for {device.name}"
+        with cl_errors(what, self, nbytes, device=device.name):
+            memory = cl.Buffer(device.context, cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
+            access = cl.map_flags.READ | cl.map_flags.WRITE
+            array: Bytes
+            array, _ = cl.enqueue_map_buffer(
+                device.transfers,
+                memory,
+                access,  # type: ignore[arg-type]
+                0,
+                (nbytes,),
+                np.dtype(np.uint8),
+            )
+        return array

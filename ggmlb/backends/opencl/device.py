@@ -9,22 +9,18 @@ import numpy.typing as npt
 import pyopencl as cl
 import pyopencl.array
 
-from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.gpu import MAX_WG, Target, declines
-from ggmlb.backends.gpu.kinds import Lowered
+from ggmlb.backends.gpu.device import GpuDevice
 from ggmlb.backends.opencl import pocl
 from ggmlb.backends.opencl.backend import OpenClBackend, OpenClEvent
-from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
-from ggmlb.backends.opencl.host import OpenClHostBufferType
-from ggmlb.backends.opencl.memory import MemoryLedger
+from ggmlb.backends.opencl.buffer import MemoryLedger, OpenClBuffer, OpenClBufferType, OpenClHostBufferType
 from ggmlb.backends.opencl.packed_buffer import OpenClPackedBufferType
-from ggmlb.backends.opencl.plan import LaunchKind
 from ggmlb.backends.opencl.program import Programs
 from ggmlb.backends.opencl.runtime import cl_errors
-from ggmlb.core.enums import DeviceType, Op
+from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
+from ggmlb.interface import Backend, Buffer, BufferType, Caps
 from ggmlb.interface.data import host_bytes
 from ggmlb.parallel import row_split
 
@@ -37,11 +33,8 @@ GPU_WG = 128
 LOCAL_MEMORY = 32 << 10
 """Least local memory [bytes], which OpenCL's full profile promises; kernels use up to 21 KiB."""
 
-MIN_OFFLOAD_COLUMNS = 32
-"""Least columns of a product for which its weights are uploaded to a discrete GPU (ggml's threshold)."""
 
-
-class OpenClDevice(Device):
+class OpenClDevice(GpuDevice):
     """A device of an OpenCL platform, in a context shared with the platform's other devices if possible.
 
     Attributes:
@@ -49,29 +42,22 @@ class OpenClDevice(Device):
         context: One for all devices of the platform if possible, so that they share buffers and events.
         transfers: The queue of synchronous transfers.
         programs: Its built kernels.
-        kinds: What its streams have lowered.
         ledger: Its allocations.
         packed_buffer_type: Its memory for weights packed at upload.
     """
 
     def __init__(self, reg: OpenClReg, name: str, cl_device: cl.Device, context: cl.Context) -> None:
-        self._reg = reg
-        self._name = name
+        super().__init__(reg, name)
         self.cl_device = cl_device
         self.context = context
         self._kind = kind_of(cl_device.type)
         self.transfers = cl.CommandQueue(context, cl_device)
         self.programs = Programs(context, cl_device, name)
-        self.kinds: Kinds[Lowered[LaunchKind]] = Kinds()
         self.ledger = MemoryLedger(cl_device.global_mem_size)
         self._buffer_type = OpenClBufferType(self)
         self._host_buffer_type = OpenClHostBufferType(self)
         self.packed_buffer_type = OpenClPackedBufferType(self)
-
-    @property
-    def name(self) -> str:
-        """`OpenCL0`, and so on."""
-        return self._name
+        self._own_types = (self._buffer_type, self.packed_buffer_type)
 
     @property
     def description(self) -> str:
@@ -119,11 +105,6 @@ class OpenClDevice(Device):
             buffer_from_host_ptr=bool(self.cl_device.host_unified_memory),
             events=True,
         )
-
-    @property
-    def reg(self) -> OpenClReg:
-        """The registration `OpenCL`."""
-        return self._reg
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
         """Open a stream: an in-order queue.
@@ -187,12 +168,6 @@ class OpenClDevice(Device):
         """Return why the node cannot be computed, from the table used for lowering."""
         return self.packed_buffer_type.declines(op) or row_split.declines(op) or declines(op)
 
-    def supports_buft(self, buft: BufferType) -> bool:
-        """Whether it is the device's memory (packed or not), or split memory with it as main device."""
-        if buft is self._buffer_type or buft is self.packed_buffer_type:
-            return True
-        return isinstance(buft, row_split.SplitBufferType) and buft.device is self
-
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
         """Memory that packs weights at upload, if that is faster (ggml_backend_dev_get_extra_bufts).
@@ -200,13 +175,6 @@ class OpenClDevice(Device):
         Not on CPU-type devices, which read unaligned bytes at the same speed (benchmarks/results/opencl.md).
         """
         return () if self.is_cpu else (self.packed_buffer_type,)
-
-    def offload_op(self, op: Tensor) -> bool:
-        """Whether it is a discrete GPU, and the product has many columns."""
-        if self.type is not DeviceType.GPU:
-            return False
-        n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]
-        return op.op in (Op.MUL_MAT, Op.MUL_MAT_ID) and n_columns >= MIN_OFFLOAD_COLUMNS
 
     def event_new(self) -> OpenClEvent:
         """Return an event to record on the device's queues."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.common.fusion import Group, fuse
+from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu import Launch, lower, lower_group, packed_args
+from ggmlb.backends.gpu import Launch, argument_block, lower, lower_group
 from ggmlb.backends.gpu.kinds import BoundItems, Prepared
-from ggmlb.backends.gpu.scratch import place_pieces
-from ggmlb.backends.gpu.source import offset_words
+from ggmlb.backends.gpu.plan import GpuPlan
+from ggmlb.backends.gpu.source import tensor_words
 from ggmlb.backends.opencl.program import ProgramKey
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import GraphPlan
-from ggmlb.parallel.row_split import RowSplitProduct, is_split
+from ggmlb.parallel.row_split import RowSplitProduct
 
 if TYPE_CHECKING:
     import pyopencl as cl
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from ggmlb.backends.common.kinds import Item
     from ggmlb.backends.gpu import Target
     from ggmlb.backends.opencl.backend import OpenClBackend
-    from ggmlb.backends.opencl.buffer import OpenClBuffer
 
 Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
 
@@ -68,14 +65,11 @@ class OpenClLowering(NamedTuple):
 
     def block(self, request: Launch) -> bytes:
         """As `KindLowering.block`."""
-        rest: list[float] = []
-        for arg in request.args:
-            rest += (arg.offset, *arg.ne, *arg.nb) if isinstance(arg, Mem) else (arg,)
-        return packed_args(request.kernel).pack(*rest)
+        return argument_block(request, "opencl")
 
     def address_words(self, request: Launch) -> Sequence[int]:
         """As `KindLowering.address_words`."""
-        return offset_words(request.kernel)
+        return tensor_words(request.kernel, "opencl")
 
 
 class Stage(NamedTuple):
@@ -85,49 +79,42 @@ class Stage(NamedTuple):
     product: RowSplitProduct | None
 
 
-class OpenClPlan(GraphPlan):
+class OpenClPlan(GpuPlan["Step | RowSplitProduct"]):
     """The steps of a graph, ready to be queued.
 
     Attributes:
         stages: The steps, divided at split products.
         steps: Kernel, global size and local size of each launch.
-        results: The node that each step computes, or the last node of its group.
-        buffers: The buffers that the steps use; OpenCL kernels do not keep them alive.
-        has_indices: Whether its steps read indices, so that a wait must read the record of bad ones.
+        results: The node that each launch computes, or the last node of its group.
     """
 
+    if TYPE_CHECKING:
+
+        @property
+        def backend(self) -> OpenClBackend:
+            """As `GraphPlan.backend`."""
+
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
-        super().__init__(backend, graph)
-        items = fuse(graph, backend.can_fuse)
-        products = {
-            i: RowSplitProduct(item, backend, backend.helpers)
-            for i, item in enumerate(items)
-            if _is_apart(item)
-        }
-        target, programs = backend.target, backend.device.programs
-        bound = BoundItems(items, backend.device.kinds, OpenClLowering(target), target, _is_apart)
+        super().__init__(backend, graph, OpenClLowering(backend.target), backend.target)
+        self.stages = [Stage([], None)]
+        for part in self.parts:
+            for step in part.steps:
+                if isinstance(step, RowSplitProduct):
+                    self.stages[-1:] = [Stage(self.stages[-1].steps, step), Stage([], None)]
+                else:
+                    self.stages[-1].steps.append(step)
+
+    def _bind(self, bound: BoundItems[LaunchKind]) -> list[Step]:
         self.results = bound.results
+        programs = self.backend.device.programs
         loans = programs.borrow([step.key for step in bound.steps])
         self._give_back = weakref.finalize(self, programs.give_back, loans)
-        self.has_indices = bool(bound.records)
-        nbytes, offsets = place_pieces(bound.pieces)
-        bound.give(
-            backend.alloc_buffer(nbytes) if nbytes else None,
-            offsets,
-            backend.bad_indices.bind(self, bound.records, backend),
-        )
-        with cl_errors("set the arguments of kernels", device=backend.name):
+        with cl_errors("set the arguments of kernels", device=self.backend.name):
             self.steps = _with_arguments(bound, [kernel for _, kernel in loans])
-        buffers: dict[int, Any] = {id(b): b for product in products.values() for b in product.buffers}
-        buffers.update((id(b), b) for b in bound.memory if b is not None)
-        self.buffers: list[OpenClBuffer] = list(buffers.values())
-        ends = [0, *accumulate(bound.n_steps)]
-        self.stages: list[Stage] = []
-        start = 0
-        for number, product in products.items():
-            self.stages.append(Stage(self.steps[start : ends[number]], product))
-            start = ends[number]
-        self.stages.append(Stage(self.steps[start:], None))
+        return self.steps
+
+    def _split_step(self, product: RowSplitProduct) -> RowSplitProduct:
+        return product
 
     def name_of(self, step: int) -> str:
         """Return the name of a step for a timeline."""
@@ -135,16 +122,11 @@ class OpenClPlan(GraphPlan):
 
     def release(self) -> None:
         """Return the kernel objects for reuse."""
+        super().release()
         self.stages = []
         self.steps = []
         self.results = []
-        self.buffers = []
         self._give_back()
-
-
-def _is_apart(item: Item) -> TypeGuard[Tensor]:
-    """Whether a node is a product with a split weight, which several devices compute."""
-    return isinstance(item, Tensor) and is_split(item) and not item.is_empty
 
 
 def _with_arguments(bound: BoundItems[LaunchKind], kernels: Sequence[cl.Kernel]) -> list[Step]:

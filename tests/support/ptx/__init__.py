@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.cuda.program import OPTIONS, argument_block, text
-from ggmlb.backends.gpu import BadIndex, Defines, Kernel, Launch, Scratch
+from ggmlb.backends.cuda.driver import OPTIONS, text
+from ggmlb.backends.gpu import BadIndex, Defines, Kernel, Launch, Scratch, argument_block
 from ggmlb.backends.gpu.bad_index import N_WORDS
 from scripts.nvrtc import Nvrtc
 from tests.support.ptx import clang
@@ -160,7 +160,7 @@ class Memory:
         """
         arrays = [self.array(arg) for arg in launch.args if isinstance(arg, Mem)]
         memory = [(a.ctypes.data, a.ctypes.data + a.size) for a in arrays]
-        block = argument_block(launch, lambda mem: int(self.array(mem).ctypes.data))
+        block = argument_block(launch, "cuda", lambda mem: int(self.array(mem).ctypes.data))
         built = build(launch.kernel, launch.defines, launch.wg, self.compiler)
         built.run(block, launch.groups, memory, order)
 

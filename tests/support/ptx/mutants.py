@@ -11,8 +11,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from ggmlb.backends.cuda.driver import text
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.backends.cuda.program import text
 from ggmlb.backends.gpu import Kernel, Launch
 from ggmlb.backends.gpu.source import PORTABLE, source
 from tests.support.ptx import build

@@ -1,0 +1,55 @@
+"""GpuDevice: what devices that run the kernels of this package have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from ggmlb.backends.common.kinds import Kinds
+from ggmlb.core.enums import DeviceType, Op
+from ggmlb.interface import Device
+from ggmlb.parallel.row_split import SplitBufferType
+
+if TYPE_CHECKING:
+    from ggmlb.backends.gpu.kinds import Lowered
+    from ggmlb.core.tensor import Tensor
+    from ggmlb.interface import BackendReg, BufferType
+
+MIN_OFFLOAD_COLUMNS: Final = 32
+"""Least columns of a product for which its weights are uploaded (ggml's threshold)."""
+
+
+class GpuDevice(Device):
+    """A device that runs the kernels of this package.
+
+    Attributes:
+        kinds: What its streams have lowered.
+    """
+
+    _own_types: tuple[BufferType, ...]
+    """The types of its memory."""
+
+    def __init__(self, reg: BackendReg, name: str) -> None:
+        self._reg = reg
+        self._name = name
+        self.kinds: Kinds[Lowered[Any]] = Kinds()
+
+    @property
+    def name(self) -> str:
+        """The registration's name with a number: `CUDA0`, `OpenCL1`."""
+        return self._name
+
+    @property
+    def reg(self) -> BackendReg:
+        """The registration that it belongs to."""
+        return self._reg
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Whether it is the device's memory, packed or not, or split memory with it as main device."""
+        return buft in self._own_types or (isinstance(buft, SplitBufferType) and buft.device is self)
+
+    def offload_op(self, op: Tensor) -> bool:
+        """Whether it has memory of its own, and the node is a product with many columns."""
+        if self.type is not DeviceType.GPU:
+            return False
+        n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]
+        return op.op in (Op.MUL_MAT, Op.MUL_MAT_ID) and n_columns >= MIN_OFFLOAD_COLUMNS

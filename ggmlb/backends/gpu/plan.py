@@ -1,0 +1,155 @@
+"""GpuPlan: a graph lowered by kinds, with scratch memory placed, and its arguments bound."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeGuard, TypeVar
+
+from ggmlb.backends.common.fusion import Group, fuse
+from ggmlb.backends.gpu.kinds import BoundItems, KindLowering
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import GraphPlan
+from ggmlb.parallel.row_split import RowSplitProduct, is_split
+
+if TYPE_CHECKING:
+    from ggmlb.backends.common.kinds import Item
+    from ggmlb.backends.gpu.stream import GpuBackend
+    from ggmlb.core.graph import Graph
+    from ggmlb.interface import Buffer, BufferType
+
+ALIGNMENT: Final = 256
+"""Alignment promised by `launch.Scratch` [bytes]."""
+
+Step = TypeVar("Step")
+"""A backend's step: a launch with its arguments, or a split product."""
+
+
+@dataclass(slots=True)
+class Part(Generic[Step]):
+    """A node, or a group of fused nodes, with its steps.
+
+    Attributes:
+        nodes: The computed nodes, the result last.
+        steps: Its steps.
+    """
+
+    nodes: tuple[Tensor, ...]
+    steps: list[Step]
+
+    def describe(self) -> str:
+        """Return the nodes' names, for messages and timelines."""
+        return " with ".join(node.describe() for node in self.nodes)
+
+
+class Arena:
+    """The scratch memory of a stream, shared by its plans, which run in order.
+
+    Memory that is too small is replaced; plans bound to it keep it.
+    """
+
+    def __init__(self, buft: BufferType) -> None:
+        self._buft = buft
+        self._buffer: Buffer | None = None
+
+    def get(self, nbytes: int) -> Buffer:
+        """Return memory of at least `nbytes`, with undefined contents."""
+        if self._buffer is None or self._buffer.size < nbytes:
+            self._buffer = self._buft.alloc_buffer(nbytes)
+        return self._buffer
+
+
+class GpuPlan(GraphPlan, Generic[Step]):
+    """The steps of a graph, bound to memory. The plan keeps every buffer that its steps use.
+
+    Steps read positions, row indices and other changing values from tensors, so that they do not change
+    between runs. A product with a split weight is one step, which several devices compute.
+
+    Args:
+        backend: The stream.
+        graph: The graph.
+        by: How its items are lowered.
+
+    Attributes:
+        parts: The nodes with their steps.
+        buffers: The buffers that they use.
+        has_indices: Whether steps read indices, so that a wait must read the record of bad ones.
+    """
+
+    def __init__(self, backend: GpuBackend, graph: Graph, by: KindLowering[Any, Any], key: Hashable) -> None:
+        super().__init__(backend, graph)
+        items = fuse(graph, backend.can_fuse)
+        bound = BoundItems(items, backend.device.kinds, by, key, _is_apart)
+        products = {
+            i: RowSplitProduct(x, backend, backend.helpers) for i, x in enumerate(items) if _is_apart(x)
+        }
+        nbytes, offsets = place_pieces(bound.pieces)
+        bound.give(
+            backend.arena.get(nbytes) if nbytes else None,
+            offsets,
+            backend.bad_indices.bind(self, bound.records, backend),
+        )
+        self.has_indices = bool(bound.records)
+        used = [buffer for buffer in bound.memory if buffer is not None]
+        self.buffers: list[Any] = list(dict.fromkeys(used))
+        self.buffers += {b for product in products.values() for b in product.buffers}.difference(used)
+        steps = iter(self._bind(bound))
+        self.parts: list[Part[Step]] = []
+        for i, (item, n) in enumerate(zip(items, bound.n_steps, strict=True)):
+            own = [self._split_step(products[i])] if i in products else list(islice(steps, n))
+            if own:
+                self.parts.append(Part(item.nodes if isinstance(item, Group) else (item,), own))
+
+    @abstractmethod
+    def _bind(self, bound: BoundItems[Any]) -> Sequence[Step]:
+        """Return the launches of items that have their memory."""
+
+    @abstractmethod
+    def _split_step(self, product: RowSplitProduct) -> Step:
+        """Return the step for a split product."""
+
+    def describe(self) -> str:
+        """Return a description of the plan, for messages."""
+        if not self.parts:
+            return "a graph of views"
+        return f"a graph of {len(self.parts)} nodes, up to {self.parts[-1].nodes[-1].describe()}"
+
+    def release(self) -> None:
+        """Release its steps and buffers."""
+        self.parts = []
+        self.buffers = []
+
+
+def _is_apart(item: Item) -> TypeGuard[Tensor]:
+    """Whether a node is a product with a split weight, which several devices compute."""
+    return isinstance(item, Tensor) and is_split(item) and not item.is_empty
+
+
+def place_pieces(pieces: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
+    """Return the total size of scratch [bytes], and the offset of each piece.
+
+    Pieces with disjoint lifetimes share memory.
+
+    Args:
+        pieces: Of each piece its size [bytes], and the first and last step that use it.
+    """
+    live: defaultdict[int, list[int]] = defaultdict(list)  # the placed pieces by step
+    offsets = [0] * len(pieces)
+    total = 0
+    for number in sorted(range(len(pieces)), key=lambda i: -pieces[i][0]):
+        nbytes, first, last = pieces[number]
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        others = {other for step in range(first, last + 1) for other in live[step]}
+        at = 0
+        for start, end in sorted([(offsets[i], offsets[i] + pieces[i][0]) for i in others]):
+            if at + size <= start:
+                break
+            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+        offsets[number] = at
+        total = max(total, at + size)
+        for step in range(first, last + 1):
+            live[step].append(number)
+    return total, offsets
