@@ -18,7 +18,7 @@ from cupy.cuda.compiler import CompileException
 from cupy.cuda.memory import OutOfMemoryError
 
 from ggmlb.backends.cuda.cublas import library
-from ggmlb.backends.cuda.driver import OPTIONS, Call, CopyKind, Facts, address_of, text
+from ggmlb.backends.cuda.driver import OPTIONS, Call, Facts, address_of, text
 from ggmlb.backends.gpu import Launch
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
@@ -45,16 +45,32 @@ OLDEST = 75
 
 
 class CupyDriver:
-    """CUDA through CuPy: `Driver` says what the calls do, in this order."""
+    """CUDA through CuPy: `Driver` says what the calls do; those that CuPy has are taken as they are."""
 
     errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
+
+    device_count = staticmethod(rt.getDeviceCount)
+    malloc = staticmethod(rt.malloc)  # cudaMalloc: one allocation for each buffer needs no pool
+    free = staticmethod(rt.free)
+    stream_free = staticmethod(rt.streamDestroy)
+    stream_synchronize = staticmethod(rt.streamSynchronize)  # without the GIL
+    stream_wait = staticmethod(rt.streamWaitEvent)
+    event_free = staticmethod(rt.eventDestroy)
+    event_record = staticmethod(rt.eventRecord)
+    event_synchronize = staticmethod(rt.eventSynchronize)
+    copy = staticmethod(rt.memcpyAsync)
+    copy_2d = staticmethod(rt.memcpy2DAsync)
+    copy_peer = staticmethod(rt.memcpyPeerAsync)  # by way of the host if it must
+    fill = staticmethod(rt.memsetAsync)
+    capture_end = staticmethod(rt.streamEndCapture)
+    graph_free = staticmethod(rt.graphDestroy)
+    exec_new = staticmethod(rt.graphInstantiate)
+    exec_launch = staticmethod(rt.graphLaunch)
+    exec_free = staticmethod(rt.graphExecDestroy)
 
     def __init__(self) -> None:
         self._functions: dict[Hashable, Any] = {}
         self._contexts: dict[int, int] = {}
-
-    def device_count(self) -> int:
-        return int(rt.getDeviceCount())
 
     def facts(self, device: int) -> Facts:
         props = rt.getDeviceProperties(device)
@@ -96,13 +112,6 @@ class CupyDriver:
     def is_out_of_memory(self, error: Exception) -> bool:
         """By the status, equal in runtime and driver; an error without status is of CuPy's memory pool."""
         return getattr(error, "status", OUT_OF_MEMORY) == OUT_OF_MEMORY
-
-    def malloc(self, nbytes: int) -> int:
-        """By cudaMalloc: one allocation for each buffer needs no pool."""
-        return int(rt.malloc(nbytes))
-
-    def free(self, address: int) -> None:
-        rt.free(address)
 
     def trim(self) -> None:
         cupy.get_default_memory_pool().free_all_blocks()
@@ -151,59 +160,18 @@ class CupyDriver:
     def stream_new(self) -> int:
         return int(rt.streamCreateWithFlags(rt.streamNonBlocking))
 
-    def stream_free(self, stream: int) -> None:
-        rt.streamDestroy(stream)
-
-    def stream_synchronize(self, stream: int) -> None:
-        """Wait without holding the GIL."""
-        rt.streamSynchronize(stream)
-
     def stream_done(self, stream: int) -> bool:
         return _is_ready(rt.streamQuery(stream))
-
-    def stream_wait(self, stream: int, event: int) -> None:
-        rt.streamWaitEvent(stream, event)
 
     def event_new(self, timed: bool = False) -> int:
         """Without timing by default, which is faster."""
         return int(rt.eventCreateWithFlags(rt.eventDefault if timed else rt.eventDisableTiming))
 
-    def event_free(self, event: int) -> None:
-        rt.eventDestroy(event)
-
-    def event_record(self, event: int, stream: int) -> None:
-        rt.eventRecord(event, stream)
-
     def event_done(self, event: int) -> bool:
         return _is_ready(rt.eventQuery(event))
 
-    def event_synchronize(self, event: int) -> None:
-        rt.eventSynchronize(event)
-
     def event_elapsed(self, start: int, end: int) -> float:
         return float(rt.eventElapsedTime(start, end)) * 1e-3
-
-    def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
-        rt.memcpyAsync(dst, src, nbytes, kind, stream)
-
-    def copy_2d(
-        self,
-        dst: int,
-        dst_pitch: int,
-        src: int,
-        src_pitch: int,
-        width: int,
-        n: int,
-        kind: CopyKind,
-        stream: int,
-    ) -> None:
-        rt.memcpy2DAsync(dst, dst_pitch, src, src_pitch, width, n, kind, stream)
-
-    def copy_peer(
-        self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
-    ) -> None:
-        """By cudaMemcpyPeerAsync, which uses the host if it must."""
-        rt.memcpyPeerAsync(dst, dst_device, src, src_device, nbytes, stream)
 
     def enable_peer(self, device: int, peer: int) -> bool:
         if not rt.deviceCanAccessPeer(device, peer):
@@ -218,9 +186,6 @@ class CupyDriver:
     def disable_peer(self, device: int, peer: int) -> None:
         with self.on(device):
             rt.deviceDisablePeerAccess(peer)
-
-    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        rt.memsetAsync(address, value, nbytes, stream)
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         """Compile by NVRTC through CuPy's cache; pass the argument block unchanged."""
@@ -294,15 +259,6 @@ class CupyDriver:
         """In relaxed mode, so that other threads may allocate."""
         rt.streamBeginCapture(stream, rt.streamCaptureModeRelaxed)
 
-    def capture_end(self, stream: int) -> int:
-        return int(rt.streamEndCapture(stream))
-
-    def graph_free(self, graph: int) -> None:
-        rt.graphDestroy(graph)
-
-    def exec_new(self, graph: int) -> int:
-        return int(rt.graphInstantiate(graph))
-
     def exec_update(self, executable: int, graph: int) -> bool:
         """By cuGraphExecUpdate, which CuPy does not bind; runtime and driver share graph handles."""
         outcome = (ctypes.c_uint64 * 3)()  # CUgraphExecUpdateResultInfo: a result and two nodes
@@ -310,12 +266,6 @@ class CupyDriver:
             ctypes.c_void_p(executable), ctypes.c_void_p(graph), ctypes.byref(outcome)
         )
         return bool(status == 0)
-
-    def exec_launch(self, executable: int, stream: int) -> None:
-        rt.graphLaunch(executable, stream)
-
-    def exec_free(self, executable: int) -> None:
-        rt.graphExecDestroy(executable)
 
 
 @cache
