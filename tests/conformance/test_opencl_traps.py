@@ -15,8 +15,8 @@ import pytest
 from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.gpu.buffer import PinnedBuffer
 from ggmlb.backends.opencl.backend import OpenClBackend
-from ggmlb.backends.opencl.buffer import MemoryLedger, OpenClBufferType
-from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.backends.opencl.buffer import MemoryLedger
+from ggmlb.core.errors import ArgumentError
 from ggmlb.core.tensor import Tensor
 from tests.support.gpus import OPENCL, Gate, device_fixture, leaf
 
