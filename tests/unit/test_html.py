@@ -168,7 +168,8 @@ def test_all_that_notebooks_show_passes_the_sanitizer(tmp_path: Path) -> None:
         model = TextModel(write_text_model(tmp_path / "llama.gguf", "llama", "f32"), ["CPU"], n_ctx=32)
         things = (
             ctx, x, graph, cpu, cpu.device, x.buffer, devices, scheduler, trace, file, memory, lens,
-            scheduler.memory_report(), model, model.summary(),
+            scheduler.memory_report(), model, model.summary(), model.session(),
+            model.generate([1], max_tokens=2),
         )  # fmt: skip
         for thing in things:
             shown(thing)

@@ -63,7 +63,7 @@ class Generation:
         return f"<Generation {shown(self.text)!r}: {self._speed()}>"
 
     def _repr_html_(self) -> str:
-        return f"{pre(self.text)}<small>{escape(self._speed())}</small>"
+        return f"{pre(self.text)}<div>{escape(self._speed())}</div>"
 
     def _speed(self) -> str:
         ended = f", ended by {self.stopped_by}" if self.stopped_by else ""
