@@ -1,6 +1,6 @@
-"""Ways to use several devices for a text model: the estimated time of a token beside the measured one.
+"""Split modes of a text model over several devices: the predicted time of a token beside the measured one.
 
-Every way that `ggmlb fit` plans is loaded, and all of them decode by turns, so that the load of the machine
+Every split mode that `ggmlb fit` plans is loaded, and all of them decode by turns, so that the load of the machine
 meets them alike.
 
     python benchmarks/ways.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
@@ -23,7 +23,7 @@ N_TOKENS = 32
 
 
 def main() -> None:
-    """Measure all ways."""
+    """Measure all split modes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?")
     parser.add_argument("--devices", default="OpenCL0,OpenCL1,CPU")
@@ -58,7 +58,7 @@ def main() -> None:
                 )
                 if i:  # the first round plans graphs
                     took[name] += [after - before for before, after in pairwise(times)]
-    table = Table("way", "", "estimate [ms]", "least [ms]", "median [ms]", "median / estimate")
+    table = Table("split mode", "", "predicted [ms]", "least [ms]", "median [ms]", "median / predicted")
     for way in planned:
         found = median(took[way.name])
         cells = (f"{1e3 * t:.1f}" for t in (way.time, min(took[way.name]), found))
@@ -71,12 +71,11 @@ def main() -> None:
 
 
 ABOUT = """
-Ways to use several devices for a text model: estimate and measurement
-`estimate` is the time of a token that `ggmlb fit` shows, by rates that it measures on the spot: weights read
-at each device's bandwidth, transfers, launches. `least` and `median` are those of the tokens of generations,
-the ways taking turns, while others loaded the machine as they did when the rates were measured.
-PoCL's two devices and the CPU are one processor: devices that work at the same time get in each other's way,
-which the estimate does not know.
+Split modes of a text model over several devices: prediction and measurement
+`predicted` is the time of a token that `ggmlb fit` shows, from bandwidths, transfers and launches that it
+measures on the spot. `least` and `median` are times of generated tokens, the split modes taking turns, on a
+machine that other work loaded as it did when the bandwidths were measured. PoCL's two devices and the CPU are
+one processor: devices that work at the same time slow each other down, which the prediction does not know.
 
     python benchmarks/ways.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
 """

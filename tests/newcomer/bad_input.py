@@ -52,7 +52,7 @@ BAD = {
     "--xfail": ["missing.x", "folder", "text.txt", "cut.gguf"],
     "--file": ["missing.x", "folder", "empty.x"],
     "--kv-type": ["q9_9"],
-    "--way": ["nope"],
+    "--split-mode": ["nope"],
     "what": ["nope"],
 }
 """Bad values by the form of an option, or by its name where any text has the form."""
