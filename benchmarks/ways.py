@@ -1,7 +1,7 @@
 """Split modes of a text model over several devices: the predicted time of a token beside the measured one.
 
-Every split mode that `ggmlb fit` plans is loaded, and all of them decode by turns, so that the load of the machine
-meets them alike.
+Every split mode that `ggmlb fit` plans is loaded, and all of them decode by turns, so that the load of the
+machine meets them alike.
 
     python benchmarks/ways.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
 """
