@@ -69,15 +69,18 @@ def facts(file: GgufFile) -> dict[str, str]:
     return {
         "format": f"GGUF version {file.version}, tensors aligned to {file.alignment} bytes",
         "parts": str(len(file.parts)) if len(file.parts) > 1 else "",
-        "tensors": f"{len(file):,}, {_readable_count(n_elements)} parameters, {readable_size(file.nbytes)}"
-        + (f", {8 * file.nbytes / n_elements:.2f} bits per parameter" if n_elements else ""),
+        "tensors": f"{len(file)}, {_parameters(n_elements)}, {readable_size(file.nbytes)}"
+        + (f", {8 * file.nbytes / n_elements:.2f} bits each" if n_elements else ""),
         "types": ", ".join(f"{name} {counts[name]} ({readable_size(n)})" for name, n in sizes.most_common()),
     }
 
 
-def _readable_count(n: int) -> str:
-    """Format a count: `"134.5 M"`, `"1.2 B"`; whole below a million."""
-    return f"{n:,}" if n < 10**6 else f"{n / 10**6:.1f} M" if n < 10**9 else f"{n / 10**9:.1f} B"
+def _parameters(n: int) -> str:
+    """Return a number of parameters, in millions or billions (10^9) where it is large."""
+    for unit, power in (("B", 9), ("M", 6)):
+        if n >= 10**power:
+            return f"{n / 10**power:.1f} {unit} parameters"
+    return f"{n:,} parameters"
 
 
 def as_dict(file: GgufFile) -> dict[str, Any]:
