@@ -69,9 +69,7 @@ def _chat(
     n_equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     is_whole = n_equal == len(first.tokens) == len(second.tokens)
     told = "[green]The answers agree.[/]" if is_whole else f"The first {n_equal} tokens agree."
-    out.print(
-        f"\n{told} Devices round differently: texts may differ where two tokens are nearly as likely."
-    )
+    out.print(f"\n{told} Devices round differently: texts may differ where two tokens are nearly as likely.")
 
 
 def _answer(

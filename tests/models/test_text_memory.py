@@ -49,7 +49,9 @@ SPLITS: dict[str, dict[str, Any]] = {
         },
         "rows of two": {
             "devices": OPENCL,
-            "placement": Placement(overrides={r"(attn_[qkv]|attn_qkv|ffn_up|ssm_in)\.weight": "OpenCL0_Split"}),
+            "placement": Placement(
+                overrides={r"(attn_[qkv]|attn_qkv|ffn_up|ssm_in)\.weight": "OpenCL0_Split"}
+            ),
         },
         "pipeline": {"devices": OPENCL, "placement": Placement(layers=2), "n_ubatch": 32},
     }.items()
