@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ggmlb import Context, DType, Graph
-from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.cuda.kernels import Lowering
+from ggmlb.backends.common.fusion import Group, Item, fuse
+from ggmlb.backends.cuda.kernels import RULES
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
-from ggmlb.backends.gpu import Kernel, Launch, Target
+from ggmlb.backends.gpu import Kernel, Launch, PreparedOperand, Target, lower
 from ggmlb.backends.gpu.source import PORTABLE
 
 Variant = tuple[Kernel, tuple[tuple[str, str], ...], int]
 
 TABLE = Path(__file__).parents[1] / "docs/cuda-resources.md"
-CARD = Target(False, 132, 128)
+CARD = Target(False, 132, 128, blas=True)
 ABOUT = """# What the kernels take of a multiprocessor
 
 Registers of a thread and shared memory of a block, as ptxas (`nvidia-cuda-nvcc`) tells them for each
@@ -111,10 +111,8 @@ def _fused(dtype: DType, n: int) -> list[Launch]:
     ]
     last = [ctx.swiglu_split(*biased[:2]), biased[2]]
     found: list[Launch] = []
-    lowering = Lowering(CARD, 90)
-    for item in fuse(Graph().build_forward_expand(*last), lowering.can_fuse):
-        steps = lowering.lower_group(item) if isinstance(item, Group) else []
-        found += [step for step in steps if isinstance(step, Launch)]
+    for item in fuse(Graph().build_forward_expand(*last), lambda group: RULES.find(group, CARD) is not None):
+        found += _launches(item) if isinstance(item, Group) else []
     return [launch for launch in found if launch.kernel.name != "quantize_q8"]
 
 
@@ -124,8 +122,10 @@ def _told(launch: Launch) -> str:
     return f"{what}, {defines['COLUMNS']} columns" if int(defines["COLUMNS"]) > 1 else what
 
 
-def _launches(node: object) -> list[Launch]:
-    return [s for s in Lowering(CARD, 90).lower(node) if isinstance(s, Launch)]  # type: ignore[arg-type]
+def _launches(item: Item) -> list[Launch]:
+    found = lower(item, CARD, RULES)
+    found += [launch for x in found if isinstance(x, PreparedOperand) for launch in x.made_by]
+    return [step for step in found if isinstance(step, Launch)]
 
 
 def _add(found: dict[str, Variant], name: str, launch: Launch) -> None:

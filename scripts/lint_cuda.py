@@ -21,7 +21,7 @@ import ggmlb.backends.gpu
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda.driver import OPTIONS, text
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.backends.gpu import Launch, Target, can_fuse, declines, lower, lower_group
+from ggmlb.backends.gpu import RULES, Launch, Target, lower
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import load_cases
 from tests.support.fusable import RandomGraph
@@ -52,9 +52,9 @@ def variants() -> list[Variant]:
         steps: list[Launch] = []
         for graph in graphs:
             for node in graph.nodes:
-                steps += lower(node, target) if declines(node) is None else []
-            for item in fuse(graph, lambda group: can_fuse(group, target)):
-                steps += lower_group(item, target) if isinstance(item, Group) else []
+                steps += lower(node, target) if RULES.declines(node) is None else []
+            for item in fuse(graph, lambda group: _can_fuse(group, target)):
+                steps += lower(item, target) if isinstance(item, Group) else []
         return list(dict.fromkeys((step.kernel, step.defines, step.wg) for step in steps))
 
     chosen = launched(Target(False, 2, 128))
@@ -62,6 +62,10 @@ def variants() -> list[Variant]:
     on_cpu = {variant[0].name: variant for variant in launched(Target(True, 2, 1))}
     rest = [variant for name, variant in on_cpu.items() if name not in on_gpu]
     return [*chosen, *rest, *(packed for variant in chosen if (packed := _packed(variant)))]
+
+
+def _can_fuse(group: Group, target: Target) -> bool:
+    return not any(map(RULES.declines, group.nodes)) and RULES.find(group, target) is not None
 
 
 def _packed(variant: Variant) -> Variant | None:

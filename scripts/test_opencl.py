@@ -136,9 +136,9 @@ def cost(case: Case) -> int:
 
 def kernels(graph: ggmlb.Graph) -> set[Any]:
     """Return the kernels that compute a graph on a GPU of OpenCL."""
-    from ggmlb.backends.gpu import Target, declines, lower
+    from ggmlb.backends.gpu import RULES, Target, lower
 
-    if any(map(declines, graph.nodes)):
+    if any(map(RULES.declines, graph.nodes)):
         return set()
     return {launch.kernel.name for node in graph.nodes for launch in lower(node, Target(False, 2, 128))}
 

@@ -242,9 +242,11 @@ def test_without_cublas_kernels_compute_all_products(
         with monkeypatch.context() as patch:
             if is_missing:
                 patch.setattr(device.driver, "blas", missing)
-                patch.delitem(vars(device), "has_blas", raising=False)
+                for cached in ("has_blas", "target"):
+                    patch.delitem(vars(device), cached, raising=False)
             plan = plan_of(stream, graph)
-        vars(device).pop("has_blas", None)
+        for cached in ("has_blas", "target"):
+            vars(device).pop(cached, None)
         told.append(
             [step.key[0] for part in plan.parts for step in part.steps if isinstance(step.key, tuple)]
         )

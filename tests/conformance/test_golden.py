@@ -47,14 +47,14 @@ def portable(stream: Any, graph: Graph) -> set[Hashable]:
 
 def cuda(stream: Any, graph: Graph) -> set[Hashable]:
     """CUDA's own kernels, the portable ones, and products by cuBLAS."""
-    from ggmlb.backends.cuda.kernels import Lowering
-    from ggmlb.backends.gpu import Launch
+    from ggmlb.backends.cuda.kernels import RULES
+    from ggmlb.backends.gpu import Launch, PreparedOperand, lower
 
-    lowering = Lowering(stream.device.target, stream.device.facts.capability)
+    found = [r for node in graph.nodes for r in lower(node, stream.device.target, RULES)]
     return {
         (r.kernel.name, dict(r.defines).get("a_T")) if isinstance(r, Launch) else "gemm"
-        for node in graph.nodes
-        for r in lowering.lower(node)
+        for each in found
+        for r in (each.made_by if isinstance(each, PreparedOperand) else [each])
     }
 
 

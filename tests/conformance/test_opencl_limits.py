@@ -22,7 +22,7 @@ from ggmlb import (
     alloc_ctx_tensors,
     device_by_name,
 )
-from ggmlb.backends.gpu import MAX_WG, Target, declines, layout, lower
+from ggmlb.backends.gpu import MAX_WG, RULES, Target, layout, lower
 from ggmlb.backends.gpu.source import kernels
 from tests.support.golden import CASES, first_of_their_kind
 from tests.support.gpus import OPENCL, device_fixture, held, scaled
@@ -56,7 +56,7 @@ def test_no_group_is_larger_than_the_device_can_have(
     monkeypatch.setattr(device, "cl_device", Posing(device.cl_device, max_work_group_size=limit))
     target = device._target(on_cpu=False)
     assert target.max_wg == min(MAX_WG, 1 << (limit.bit_length() - 1))
-    nodes = [node for case in CASES for node in case.build().graph.nodes if declines(node) is None]
+    nodes = [node for case in CASES for node in case.build().graph.nodes if RULES.declines(node) is None]
     groups = {launch.wg for node in nodes for launch in lower(node, target)}
     assert max(groups) <= limit
     assert all(wg & (wg - 1) == 0 for wg in groups)
@@ -74,7 +74,7 @@ def test_kernels_run_on_a_simulated_gpu_of_the_least_limits() -> None:
 
 def larger_groups(graph: Graph) -> set[Any]:
     """Return the kernels of groups of more than 128 work-items that would compute a graph."""
-    if any(map(declines, graph.nodes)):
+    if any(map(RULES.declines, graph.nodes)):
         return set()
     launches = [launch for node in graph.nodes for launch in lower(node, Target(False, 2, 128))]
     return {launch.kernel.name for launch in launches if launch.wg > 128}

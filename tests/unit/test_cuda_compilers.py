@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu import Launch, argument_block, declines, source
+from ggmlb.backends.gpu import RULES, Launch, argument_block, source
 from ggmlb.core.enums import DeviceType
 from ggmlb.testing.programs import Case
 from tests.support.golden import CASES, FAMILIES
@@ -24,7 +24,7 @@ CLANG = pytest.mark.skipif(clang.why_not() is not None, reason=str(clang.why_not
 
 def claimed(family: str) -> list[Case]:
     cases = [case for case in CASES if case.family == family]
-    return [case for case in cases if not any(map(declines, case.build().graph.nodes))]
+    return [case for case in cases if not any(map(RULES.declines, case.build().graph.nodes))]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 
 from ggmlb import Context, DType, Graph, init_by_name
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.cuda.cublas import CuBlas
-from ggmlb.backends.cuda.gemm import Gemm, cannot_describe, gemms
+from ggmlb.backends.cuda.cublas import CuBlas, Gemm, cannot_describe, gemms
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
 from tests.support.ptx.blas import HostBlas
@@ -112,7 +111,7 @@ def test_the_workspace_is_set_again_with_each_stream() -> None:
     place(ctx)
     runner = Runner()
     (gemm,) = gemms(Mem.of(a), Mem.of(b), Mem.of(d))
-    call = runner.cublas.bind(gemm, runner.memory.address, runner.upload)
+    call = runner.cublas.bind(gemm, runner.addresses(gemm), runner.upload)
     for stream in (5, 5, 6):
         call(stream)
     assert runner.blas.calls[2:] == [
@@ -137,7 +136,7 @@ def test_tf32_only_when_asked() -> None:
     results = []
     for tf32 in (False, True):
         blas = CuBlas(HostBlas(), 0, 0, tf32=tf32)
-        blas.bind(gemm, runner.memory.address, runner.upload)(1)
+        blas.bind(gemm, runner.addresses(gemm), runner.upload)(1)
         results.append(float(d.to_numpy()[0, 0]))
     assert results[0] == pytest.approx(exact, rel=1e-6)
     assert results[1] == 256.0
@@ -151,4 +150,4 @@ def test_a_refused_call_is_an_error_with_its_reason() -> None:
     runner = Runner()
     wrong = Gemm(Mem.of(a), Mem.of(b), Mem.of(d), 2, 3, 4, (3, 4, 2))
     with pytest.raises(BackendError, match=r"cublasGemmEx: an argument is invalid \(7\)"):
-        runner.cublas.bind(wrong, runner.memory.address, runner.upload)(1)
+        runner.cublas.bind(wrong, runner.addresses(wrong), runner.upload)(1)

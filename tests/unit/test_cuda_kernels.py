@@ -13,11 +13,11 @@ import pytest
 
 from ggmlb import Context, DType
 from ggmlb.backends.common.kinds import Kinds
-from ggmlb.backends.cuda.gemm import Gemm
-from ggmlb.backends.cuda.kernels import PACKAGE, Lowering, Step
+from ggmlb.backends.cuda.cublas import Gemm
+from ggmlb.backends.cuda.kernels import PACKAGE, Step
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.backends.cuda.lowering import CudaLowering
-from ggmlb.backends.gpu import Launch, Target, declines
+from ggmlb.backends.gpu import RULES, Launch, Target
 from ggmlb.backends.gpu.kinds import BoundItems
 from ggmlb.backends.gpu.plan import place_pieces
 from ggmlb.backends.gpu.source import kernels
@@ -25,7 +25,7 @@ from ggmlb.testing.programs import Built, Case
 from tests.support.golden import CASES as GOLDEN
 from tests.support.ptx import Compiler, Memory
 from tests.support.ptx.machine import why_not
-from tests.support.ptx.programs import ATTENTION, CARD, attention, beside_cpu, computed
+from tests.support.ptx.programs import ATTENTION, CARD, attention, beside_cpu, computed, steps_of
 from tests.support.ptx.runner import Runner, place
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -36,9 +36,8 @@ ALIKE = ("-n1", "-bcast")
 CASES = {case.id: case for case in GOLDEN}
 
 
-def lowered(built: Built, capability: int = 90) -> list[Step]:
-    lw = Lowering(CARD, capability)
-    return [step for node in built.graph.nodes for step in lw.lower(node)]
+def lowered(built: Built) -> list[Step]:
+    return [step for node in built.graph.nodes for step in steps_of(node)]
 
 
 def is_own(step: Step) -> bool:
@@ -64,7 +63,7 @@ def run_golden(cases: list[Case], at_least: int, capability: int) -> None:
     n, memory = 0, Memory(Compiler(capability))
     for case in cases:
         built = case.build()
-        if any(map(declines, built.graph.nodes)) or not any(map(is_own, lowered(built, capability))):
+        if any(map(RULES.declines, built.graph.nodes)) or not any(map(is_own, lowered(built))):
             continue
         computed(case, memory, own=True)
         n += 1
@@ -75,7 +74,7 @@ def test_every_kernel_is_reached_from_the_golden_programs() -> None:
     reached = {"dequantize", "glu_added"}  # by products of more columns than these programs have
     for case in CASES.values():
         built = case.build()
-        if case.family in FAMILIES and not any(declines(node) for node in built.graph.nodes):
+        if case.family in FAMILIES and not any(RULES.declines(node) for node in built.graph.nodes):
             reached |= {s.kernel.name for s in lowered(built) if isinstance(s, Launch)}
     assert reached >= OWN
 
@@ -137,13 +136,12 @@ def test_rows_are_shared_out(rows: int) -> None:
     """Whether a warp has rows to itself, or shares them."""
     ctx = Context()
     w, x = ctx.new_tensor(DType.Q4_0, (1056, rows)), ctx.new_tensor(DType.F32, (1056, 1))
-    lw = Lowering(Target(False, 2, 128), 90)
     y = ctx.mul_mat(w, x)
     place(ctx)
     rng = np.random.default_rng(3)
     for t in (w, x):
         t.set_array(rng.standard_normal(t.shape, np.float32))
-    steps = lw.lower(y)
+    steps = steps_of(y, Target(False, 2, 128))
     assert dict(steps[-1].defines)["SPLIT"] == {1: "2", 40: "2", 4096: "1"}[rows]  # type: ignore[union-attr]
     Runner().run(steps)
     want = x.to_numpy() @ w.to_numpy().T
@@ -235,12 +233,12 @@ def test_products_with_the_same_input_share_its_preparation() -> None:
     changed = ctx.scale_inplace(x, 2.0)
     nodes = [ctx.mul_mat(q, x), ctx.mul_mat(k, x), changed, ctx.mul_mat(v, x)]
     place(ctx)
-    bound = BoundItems(nodes, Kinds(), CudaLowering(CARD, 90))
+    bound = BoundItems(nodes, Kinds(), CudaLowering(CARD))
     kernels = iter([request.kernel.name for request, _ in bound.steps])
     names = [list(islice(kernels, n)) for n in bound.n_steps]
     assert names == [["quantize_q8", "mul_mat_q8"], ["mul_mat_q8"], ["map"], ["quantize_q8", "mul_mat_q8"]]
 
 
 def test_scratch_is_shared_between_steps_apart() -> None:
-    assert place_pieces([(1000, 0, 1), (500, 1, 2), (1000, 2, 3)]) == (1536, [0, 1024, 0])
-    assert place_pieces([]) == (0, [])
+    assert place_pieces(((1000, 0, 1), (500, 1, 2), (1000, 2, 3))) == (1536, (0, 1024, 0))
+    assert place_pieces(()) == (0, ())

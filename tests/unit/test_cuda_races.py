@@ -14,7 +14,7 @@ import pytest
 
 from ggmlb import Context, DType
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu import Kernel, Param, declines
+from ggmlb.backends.gpu import RULES, Kernel, Param
 from ggmlb.backends.gpu.launch import launch
 from ggmlb.backends.gpu.source import kernels
 from tests.support.golden import CASES, FAMILIES
@@ -178,7 +178,7 @@ def test_every_kernel_with_shared_memory_is_run() -> None:
 def test_golden_programs_have_none(family: str, wg: int) -> None:
     """By the portable kernels, and by CUDA's own where there are."""
     for case in CASES:
-        if case.family == family and not any(declines(node) for node in case.build().graph.nodes):
+        if case.family == family and not any(RULES.declines(node) for node in case.build().graph.nodes):
             golden(case.id, wg, own=wg == CARD.wg)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ggmlb.backends.gpu
 from ggmlb import Context, DType
-from ggmlb.backends.gpu import Target, declines, lower
+from ggmlb.backends.gpu import RULES, Target, lower
 from ggmlb.backends.gpu.source import kernels
 from tests.support.golden import CASES
 
@@ -12,7 +12,7 @@ GPU, CPU = Target(False, 2, 128), Target(True, 2, 1)
 
 
 def claimed_launches(target: Target) -> list[ggmlb.backends.gpu.Launch]:
-    nodes = [node for case in CASES for node in case.build().graph.nodes if declines(node) is None]
+    nodes = [node for case in CASES for node in case.build().graph.nodes if RULES.declines(node) is None]
     return [launch for node in nodes for launch in lower(node, target)]
 
 
@@ -24,7 +24,7 @@ def test_every_kernel_is_reached_from_the_golden_programs() -> None:
 def test_an_empty_result_needs_no_launch() -> None:
     ctx = Context()
     y = ctx.relu(ctx.new_tensor(DType.F32, (4, 0)))
-    assert declines(y) is None
+    assert RULES.declines(y) is None
     assert lower(y, GPU) == []
 
 
@@ -32,21 +32,21 @@ def test_reasons_name_the_operand() -> None:
     ctx = Context()
     w = ctx.new_tensor(DType.F32, (8, 8), "w")
     x = ctx.new_tensor(DType.F32, (8, 8), "x")
-    assert declines(ctx.mul_mat(w, x)) is None
-    why = declines(ctx.mul_mat(w, ctx.transpose(x)))
+    assert RULES.declines(ctx.mul_mat(w, x)) is None
+    why = RULES.declines(ctx.mul_mat(w, ctx.transpose(x)))
     assert why is not None
     assert "x (transposed)" in why
     assert "apply cont" in why
     double = ctx.new_tensor(DType.F64, (8,), "u")
-    assert declines(ctx.relu(double)) == "src0 ('u') is f64: only f32, f16 and bf16; cast it to f32"
+    assert RULES.declines(ctx.relu(double)) == "src0 ('u') is f64: only f32, f16 and bf16; cast it to f32"
     custom = ctx.map_custom1(x, lambda *_: None, 1, None)
-    assert declines(custom) == "no kernel for MAP_CUSTOM1"
+    assert RULES.declines(custom) == "no kernel for MAP_CUSTOM1"
 
 
 def test_more_elements_than_an_index_counts_are_declined() -> None:
     ctx = Context()
-    assert declines(ctx.relu(ctx.new_tensor(DType.F32, (1 << 20, (1 << 11) - 1)))) is None
-    why = declines(ctx.relu(ctx.new_tensor(DType.F32, (1 << 20, 1 << 11), "big")))
+    assert RULES.declines(ctx.relu(ctx.new_tensor(DType.F32, (1 << 20, (1 << 11) - 1)))) is None
+    why = RULES.declines(ctx.relu(ctx.new_tensor(DType.F32, (1 << 20, 1 << 11), "big")))
     assert why is not None
     assert "'big'" in why or "RELU" in why
     assert "more than 2147483647 elements" in why

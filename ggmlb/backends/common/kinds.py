@@ -7,21 +7,18 @@ costs only the binding of slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import chain, count, repeat
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeVar
 
-from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.common.fusion import Group, Item
 from ggmlb.core.enums import NO_OPS
-from ggmlb.core.placement import frozen, overlap
+from ggmlb.core.placement import frozen
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 
 Lowered = TypeVar("Lowered")
 """Type of a backend's unbound steps."""
-
-Item: TypeAlias = Tensor | Group
-"""A node, or nodes that one kernel computes."""
 
 ALIGNED: Final = 63
 """Mask of the bits of an operand's address that are part of its form."""
@@ -45,26 +42,16 @@ class Kinds(Generic[Lowered]):
         self.lowered: dict[Hashable, Lowered] = {}
         self.forms: dict[Hashable, int] = {}
         self._numbers = count()  # of forms to come; none is given twice
-        self._fuses: dict[Hashable, bool] = {}
 
     def numbered(self, keys: Iterable[Hashable]) -> list[int]:
         """Return the numbers of forms."""
         return list(map(self.forms.setdefault, keys, self._numbers))
 
-    def fuses(self, group: Group, can_fuse: Callable[[Group], bool], key: Hashable = None) -> bool:
-        """Return what `can_fuse` says of a group, asked once for each kind, and `key`."""
-        kind = (key, _what(group), *_facts(group))
-        answer = self._fuses.get(kind)
-        if answer is None:
-            answer = self._fuses[kind] = can_fuse(group)
-        return answer
-
     def make_room(self) -> None:
         """Forget all if there are many."""
-        if max(len(self.lowered), len(self.forms), len(self._fuses)) > MAX_KINDS:
+        if max(len(self.lowered), len(self.forms)) > MAX_KINDS:
             self.lowered.clear()
             self.forms.clear()
-            self._fuses.clear()
 
 
 class Operands:
@@ -111,10 +98,11 @@ class Operands:
     def kind(self, item: Item, numbers: Sequence[int]) -> tuple[Hashable, ...]:
         """Return the kind of an item, given the numbers of its tensors."""
         what = _what(item)
-        if len({*numbers}) < len(numbers):
-            same: dict[int, int] = {}
-            what += tuple(map(same.setdefault, numbers, count()))
-        return (what, *map(self.forms.__getitem__, numbers))
+        forms = map(self.forms.__getitem__, numbers)
+        if len({*numbers}) == len(numbers):
+            return (what, *forms)
+        same: dict[int, int] = {}
+        return (what, *forms, tuple(map(same.setdefault, numbers, count())))
 
 
 def operands_of(item: Item) -> Sequence[Tensor | None]:
@@ -126,31 +114,10 @@ def operands_of(item: Item) -> Sequence[Tensor | None]:
 
 def _what(item: Item) -> tuple[Hashable, ...]:
     """Return an item's op or pattern, and its parameters."""
-    if not isinstance(item, Group):
-        return item.op, frozen(item.params)
+    if isinstance(item, Tensor):
+        return item.op, frozen(item.params) if item.params else ()
     kept = item.kept
     return (
         item.pattern, *item.parts, *[node in kept for node in item.nodes],
         *[(node.op, len(node.src), frozen(node.params)) for node in item.nodes],
     )  # fmt: skip
-
-
-def _facts(group: Group) -> Iterator[Hashable]:
-    """Yield what conditions on a group ask of its tensors, which may have no place yet."""
-    same: dict[Tensor, int] = {}
-    for node in group.nodes:
-        for t in (node, *node.src):
-            if t is None:
-                yield None
-                continue
-            yield same.setdefault(t, len(same))
-            yield t.layout
-            yield t.flags
-            yield t.offset & ALIGNED if t.buffer is not None else -1
-            buffer = t.buffer if t.buffer is not None or t.view_src is None else t.view_src.buffer
-            if buffer is not None:
-                yield buffer.buft
-                yield buffer.packing(t)
-        for operands in group.outside.values():
-            for operand in operands:
-                yield overlap(node, operand)

@@ -1,66 +1,151 @@
-"""Rules: the table of a backend's lowering functions and their operand conditions.
+"""Rules: for each op and fusion pattern an ordered list of lowering functions with their conditions.
 
-    RULES: Rules[Callable[[Tensor, Target], list[Launch]]] = Rules()
+    RULES: Rules[Callable[[Any, Target], list[Launch]]] = Rules()
 
     @RULES.rule(Op.SOFT_MAX, operands(F32, FLOATS, F32, out=F32), in_rows(0, RESULT))
     def soft_max(node: Tensor, target: Target) -> list[Launch]: ...
 
-A rule is a function that lowers a node, with conditions. `Rules.declines` and lowering (`RULES[op]`) read one
-table, so that they cannot disagree.
+    @RULES.rule("norm")
+    def norm(group: Group, target: Target) -> list[Launch]: ...
+
+The first rule whose conditions hold is taken. Conditions build nothing: what a device promises (`declines`)
+and how it lowers (`find`) are read from one list, so that they cannot disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Final, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
+from ggmlb.backends.common.fusion import Group, Item, Name
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.core.errors import UnsupportedOpError
 from ggmlb.core.ops.binary import window_fault
 from ggmlb.core.tensor import Tensor
 
 Lower = TypeVar("Lower")
 """Type of a backend's lowering functions."""
 
-Condition = Callable[[Tensor], "str | None"]
-"""Returns why a rule declines a node; `None` if it does not."""
+Condition = Callable[[Any], "str | None"]
+"""Returns why a rule declines a node or group; `None` if it does not."""
+
+TargetCondition = Callable[[Any, Any], "str | None"]
+"""As `Condition`, of an item and what the backend lowers for."""
+
+
+class LoweringRule(NamedTuple):
+    """A lowering function, and when it may be used."""
+
+    lower: Any
+    conditions: tuple[Condition, ...]
+    on: TargetCondition | None
+
+    def declines(self, item: Item, target: Any) -> str | None:
+        """Return why it does not lower an item, or `None` if it does."""
+        for condition in self.conditions:
+            why = condition(item)
+            if why is not None:
+                return why
+        return None if self.on is None or target is None else self.on(item, target)
 
 
 class Rules(Generic[Lower]):
-    """The rules of a backend: for each op a lowering function and its conditions."""
+    """The rules of a backend.
 
-    def __init__(self) -> None:
-        self._lower: dict[Op, Lower] = {}
-        self._conditions: dict[Op, tuple[Condition, ...]] = dict.fromkeys(NO_OPS, ())
+    Args:
+        always: A condition of all ops' rules.
+        base: Rules that come after these: of portable kernels, say. A group of which these compute a node
+            is left to these alone: a kernel that is better for one node is worth more than a portable one
+            for all.
+    """
 
-    def rule(self, ops: Op | Iterable[Op], *conditions: Condition) -> Callable[[Lower], Lower]:
-        """Register the decorated function to lower one or more ops under conditions."""
+    def __init__(self, always: Condition | None = None, base: Rules[Lower] | None = None) -> None:
+        self._rules: dict[Op | Name, list[LoweringRule]] = {}
+        self._always = always
+        self._base = base
+
+    def rule(
+        self, keys: Op | Name | Iterable[Op | Name], *conditions: Condition, on: TargetCondition | None = None
+    ) -> Callable[[Lower], Lower]:
+        """Register the decorated function to lower ops, or the groups of a pattern, after earlier ones.
+
+        Args:
+            keys: The ops, or patterns.
+            conditions: When it may be used.
+            on: A further condition, of the item and the target.
+        """
 
         def register(lower: Lower) -> Lower:
-            for op in (ops,) if isinstance(ops, Op) else ops:
-                assert op not in self._lower, f"two rules for {op}"
-                self._lower[op] = lower
-                self._conditions[op] = conditions
+            for key in (keys,) if isinstance(keys, str) else keys:
+                always = (self._always,) if self._always is not None and isinstance(key, Op) else ()
+                self._rules.setdefault(key, []).append(LoweringRule(lower, (*conditions, *always), on))
             return lower
 
         return register
 
-    def declines(self, node: Tensor) -> str | None:
-        """Return why the node cannot be computed, or `None` if it can."""
-        conditions = self._conditions.get(node.op)
-        if conditions is None:
-            return f"no kernel for {node.op}"
-        for condition in conditions:
-            why = condition(node)
-            if why is not None:
-                return why
+    def find(self, item: Item, target: Any = None) -> Lower | None:
+        """Return the first function whose conditions an item meets, if any; of a group, no node is declined.
+
+        That is checked once for each kind, by `to_lower`.
+        """
+        own = self._own(item, target)
+        if own is not None or self._base is None:
+            return own
+        if isinstance(item, Group):
+            known = [node for node in item.nodes if node.op in self._rules]
+            if any([self._own(node, target) is not None for node in known]):
+                return None
+        return self._base.find(item, target)
+
+    def to_lower(self, item: Item, target: Any = None) -> Lower:
+        """Return the function that lowers an item that is not declined.
+
+        Raises:
+            UnsupportedOpError: There is none.
+        """
+        found = self.find(item, target)
+        nodes = item.nodes if isinstance(item, Group) else (item,)
+        if found is None or any([len(nodes) > 1 and self.declines(node, target) for node in nodes]):
+            why = [self.declines(node, target) for node in nodes]
+            told = " with ".join([node.describe() for node in nodes])
+            raise UnsupportedOpError(f"cannot lower {told}: {next(filter(None, why), 'no kernel for all')}")
+        return found
+
+    def _own(self, item: Item, target: Any) -> Lower | None:
+        for rule in self._rules.get(_key(item), ()):
+            if rule.declines(item, target) is None:
+                return rule.lower  # type: ignore[no-any-return]
         return None
 
-    def __getitem__(self, op: Op) -> Lower:
-        return self._lower[op]
+    def declines(self, node: Tensor, target: Any = None) -> str | None:
+        """Return why a node cannot be computed, or `None` if it can.
+
+        Args:
+            node: The node.
+            target: What it is to be lowered for; without one, a rule's `on` is not asked.
+        """
+        if node.op in NO_OPS:
+            return None
+        why = f"no kernel for {node.op}"
+        for rule in self._all(node.op):
+            reason = rule.declines(node, target)
+            if reason is None:
+                return None
+            why = reason
+        return why
+
+    def _all(self, key: Op | Name) -> Iterator[LoweringRule]:
+        yield from self._rules.get(key, ())
+        if self._base is not None:
+            yield from self._base._all(key)
 
     def __contains__(self, op: Op) -> bool:
-        return op in self._lower
+        return any(True for _ in self._all(op))
+
+
+def _key(item: Item) -> Op | Name:
+    return item.pattern if isinstance(item, Group) else item.op
 
 
 # -- types -----------------------------------------------------------------------------------------

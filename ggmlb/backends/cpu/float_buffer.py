@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.common.packed_buffer import PackedBuffer
 from ggmlb.backends.common.rules import FLOATS
-from ggmlb.backends.common.weight_memory import misplaced, weight_in
+from ggmlb.backends.common.weight_memory import PackedBuffer, misplaced, weight_in
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError, ShapeError

@@ -26,7 +26,6 @@ from ggmlb.backends.cpu.views import CONSTANT, Place, View, broadcast, merged, p
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
-from ggmlb.core.errors import UnsupportedOpError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BufferType
 
@@ -90,11 +89,8 @@ def lower(node: Tensor, n_threads: int) -> LoweredCalls:
     Raises:
         UnsupportedOpError: The rules decline it.
     """
-    why = RULES.declines(node)
-    if why is not None:
-        raise UnsupportedOpError(f"cannot lower {node.describe()}: {why}")
     lw = NodeLowering(node, n_threads)
-    RULES[node.op](lw, node)
+    RULES.to_lower(node)(lw, node)
     is_kept = node.op not in CALLBACKS and lw.constants_nbytes <= MAX_CONSTANTS
     return LoweredCalls(lw.steps, lw.scratch_nbytes, is_kept)
 

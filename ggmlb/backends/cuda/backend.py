@@ -76,12 +76,9 @@ class CudaBackend(GpuBackend):
 
     # -- graphs --------------------------------------------------------------------------------
 
-    @property
-    def _fuses_by(self) -> bool:
-        return self.device.has_blas
-
-    def _fuses(self, group: Group) -> bool:
-        return can_fuse(group, self.device)
+    def can_fuse(self, group: Group) -> bool:
+        """Whether a kernel computes a group of nodes at once."""
+        return can_fuse(group, self.device.target)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         with cuda_errors(self._driver, f"plan a graph on {self.name}"), self.device.on():

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 WG = 128
 """Threads of a block, unless a kernel fixes it."""
 
+MAX_GROUPS = 65535
+"""CUDA's limit of a grid's second and third extents."""
+
 
 class CudaDevice(GpuDevice):
     """A CUDA card.
@@ -38,7 +41,6 @@ class CudaDevice(GpuDevice):
         driver: The driver interface.
         index: CUDA's index among the visible devices.
         facts: Its properties.
-        target: Parameters of the kernels' work split.
         transfers: The stream of synchronous transfers.
         memory_pool: The allocator of its memory.
         peers: The direct copies between the registration's devices.
@@ -51,7 +53,6 @@ class CudaDevice(GpuDevice):
         self.driver = driver
         self.index = index
         self.facts = driver.facts(index)
-        self.target = Target(False, self.facts.n_units, WG)
         self.memory_pool = DeviceMemory(driver, index)
         self.peers = reg.peers
         self._transfers: Stream | None = None
@@ -74,6 +75,11 @@ class CudaDevice(GpuDevice):
         stream = Stream(self.driver, self.index)
         self.memory_pool.streams.add(stream)
         return stream
+
+    @cached_property
+    def target(self) -> Target:
+        """Parameters of the kernels' work split."""
+        return Target(False, self.facts.n_units, WG, max_groups=MAX_GROUPS, blas=self.has_blas)
 
     @cached_property
     def has_blas(self) -> bool:

@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext, suppress
+from struct import unpack_from
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ggmlb.backends.cuda.driver import CopyKind
@@ -70,7 +71,7 @@ class CudaPlan(GpuPlan[Step]):
 
     def __init__(self, backend: CudaBackend, graph: Graph) -> None:
         device = backend.device
-        by = CudaLowering(device.target, device.facts.capability, device.has_blas)
+        by = CudaLowering(device.target)
         super().__init__(backend, graph, by, by)
         steps = [step for part in self.parts for step in part.steps]
         self.segments: list[Segment] = [
@@ -89,19 +90,17 @@ class CudaPlan(GpuPlan[Step]):
         values, starts = bound.blocks({buffer: buffer.address for buffer in self.buffers})
         blocks = values.data.cast("B")
         return [
-            self._step(request, key, blocks[start:end])
-            for (request, key), start, end in zip(bound.steps, starts, starts[1:], strict=False)
+            Step(self._call(request, blocks, start), key)
+            for (request, key), start in zip(bound.steps, starts, strict=False)
         ]
 
-    def _step(self, request: Request, key: Hashable, block: memoryview) -> Step:
-        device = self.backend.device
+    def _call(self, request: Request, blocks: memoryview, start: int) -> Call:
         if isinstance(request, Launch):
-            own = bytes(block[: layout(request.kernel, "cuda").size])  # without the padding to whole words
-            return Step(device.driver.bind(request, own, device.index), key)
-        words = block.cast("q").tolist()
-        starts = [base + offset for base, offset in zip(words[::2], words[1::2], strict=True)]
-        addresses = dict(zip(map(id, request.mems), starts, strict=True))
-        return Step(self.backend.blas.bind(request, lambda mem: addresses[id(mem)], self._upload), key)
+            device = self.backend.device
+            block = blocks[start : start + layout(request.kernel, "cuda").size]
+            return device.driver.bind(request, block.tobytes(), device.index)
+        a, i, b, j, d, k = unpack_from("6q", blocks, start)
+        return self.backend.blas.bind(request, (a + i, b + j, d + k), self._upload)
 
     def _split_step(self, product: RowSplitProduct) -> Step:
         return Step(lambda stream: product.run(), None)

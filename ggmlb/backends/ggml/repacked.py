@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.common.packed_buffer import PackedBuffer
-from ggmlb.backends.common.weight_memory import misplaced, weight_in
+from ggmlb.backends.common.weight_memory import PackedBuffer, misplaced, weight_in
 from ggmlb.backends.ggml.buffer import GgmlBuffer, GgmlBufferType
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
-from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.common.kinds import ALIGNED, Item, Kinds, Operands, operands_of
+from ggmlb.backends.common.fusion import Group, Item
+from ggmlb.backends.common.kinds import ALIGNED, Kinds, Operands, operands_of
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import BadIndex, Scratch
+from ggmlb.backends.gpu.launch import BadIndex, PreparedOperand, Scratch
 from ggmlb.core.ops import SPECS
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
@@ -52,20 +52,11 @@ class OperandSlot:
         return self.pack
 
 
-Prepared: TypeAlias = dict[tuple[Tensor, str], tuple[Mem, ...]]
-"""Other forms of operands in scratch memory, as activations in 8 bits, by operand and name of the form."""
-
-
 class KindLowering(Protocol[Request, Step]):
     """How a backend lowers an item, and lays out the arguments of its requests."""
 
-    def lower(self, item: Item, ready: Collection[tuple[Tensor, str]]) -> tuple[list[Request], Prepared]:
-        """Return the requests that compute an item, and the forms of its operands that they read.
-
-        Args:
-            item: A node or group.
-            ready: Forms that earlier items made: their places are returned, but nothing that makes them.
-        """
+    def lower(self, item: Item) -> list[Request | PreparedOperand]:
+        """Return the requests that compute an item, each form of an operand before those that read it."""
 
     def step(self, request: Request, slots: tuple[int, ...]) -> Step:
         """Return what is kept of a request, given the slots of its tensors."""
@@ -126,14 +117,20 @@ def lowered(
     """
     stand_ins = _stand_ins(item, tensors)
     numbers = {t: cast("OperandSlot", t.buffer).number for t in stand_ins.values() if t.buffer is not None}
-    known = {(t, form) for t, i in numbers.items() for number, form in ready if number == i}
-    requests, prepared = by.lower(_item_of(item, stand_ins), known)
+    requests: list[Request] = []
+    forms: dict[tuple[int, str], list[object]] = {}  # the pieces of scratch of each
+    for request in by.lower(_item_of(item, stand_ins)):
+        if isinstance(request, PreparedOperand):
+            key = numbers[request.source], request.name
+            forms[key] = [mem.buffer for mem in request.mems]
+            requests += request.made_by if key not in ready else ()  # type: ignore[arg-type]
+        else:
+            requests.append(request)
     uses: dict[object, list[int]] = {}  # first and last step
     for now, request in enumerate(requests):
         for mem in by.mems(request):
             uses.setdefault(mem.buffer, [now, now])[1] = now
-    forms = {key: list(dict.fromkeys([mem.buffer for mem in mems])) for key, mems in prepared.items()}
-    given = [(key, i, piece) for key in forms.keys() & known for i, piece in enumerate(forms[key])]
+    given = [(key, i, piece) for key in forms if key in ready for i, piece in enumerate(forms[key])]
     theirs = {piece for _, _, piece in given}
     pieces = [piece for piece in uses if isinstance(piece, Scratch) and piece not in theirs]
     bad = [record for record in uses if isinstance(record, BadIndex)]
@@ -157,12 +154,8 @@ def lowered(
         np.array(places, np.int64),
         np.array(found, np.int64),
         [(piece.nbytes, *uses[piece]) for piece in pieces],  # type: ignore[misc]
-        [(numbers[t], form, i, uses.get(piece, [0, -1])[1]) for (t, form), i, piece in given],
-        [
-            (numbers[t], form, [slots[piece] - n for piece in made])
-            for (t, form), made in forms.items()
-            if (t, form) not in known
-        ],
+        [(*key, i, uses.get(piece, [0, -1])[1]) for key, i, piece in given],
+        [(*key, [slots[piece] - n for piece in made]) for key, made in forms.items() if key not in ready],
         [(numbers[record.node], record.n) for record in bad],
     )
 
@@ -206,6 +199,7 @@ class BoundItems(Generic[Step]):
 
     Attributes:
         n_steps: Number of steps of each item.
+        apart: Whether it is computed otherwise.
         results: The node that each step computes, or the last node of its group.
         steps: The steps.
         new: Those of kinds that were not known.
@@ -223,14 +217,17 @@ class BoundItems(Generic[Step]):
         is_apart: Callable[[Item], bool] = lambda _: False,
     ) -> None:
         kinds.make_room()
-        apart = [is_apart(item) for item in items]
-        tensors_of = [() if x else operands_of(item) for item, x in zip(items, apart, strict=True)]
+        known, (key_number,) = kinds.lowered, kinds.numbered([key])
+        self.apart = [is_apart(item) for item in items]
+        tensors_of = [
+            () if other else operands_of(item) for item, other in zip(items, self.apart, strict=True)
+        ]
         operands = Operands(tensors_of, kinds)
         self.n_steps: list[int] = []
         self.results: list[Tensor] = []
         self.steps: list[Step] = []
         self.new: list[Step] = []
-        self.pieces: list[list[int]] = []
+        pieces: list[list[int]] = []
         self.records: list[BadIndex] = []
         self.memory: list[Buffer | None] = [*operands.buffers, None]
         self._offsets = [address & ~ALIGNED for address in operands.addresses]
@@ -240,54 +237,54 @@ class BoundItems(Generic[Step]):
         self._of_pieces: list[int] = []  # numbers in `memory`
         self._of_records: list[int] = []
         self._ready: dict[Tensor, dict[str, list[int]]] = {}
-        for item, tensors, is_other in zip(items, tensors_of, apart, strict=True):
+        number_of = operands.numbers.__getitem__
+        for item, tensors, is_other in zip(items, tensors_of, self.apart, strict=True):
+            n = 0
             if tensors:
-                ready = self._ready_for(tensors)
-                numbers = list(map(operands.numbers.__getitem__, tensors))
-                kind = (key, ready, *operands.kind(item, numbers))
-                found = kinds.lowered.get(kind)
+                ready = self._ready_for(tensors) if self._ready else ()
+                numbers = list(map(number_of, tensors))
+                kind = (key_number, ready, *operands.kind(item, numbers))
+                found = known.get(kind)
                 if found is None:
-                    found = kinds.lowered[kind] = lowered(item, tensors, by, ready)
+                    found = known[kind] = lowered(item, tensors, by, ready)
                     self.new += found.steps
-                self._add(item, tensors, numbers, found)
-            else:
-                self.n_steps.append(0)
+                n = len(found.steps)
+                self._firsts.append(len(self._slots))
+                self._slots += numbers
+                self._found.append(found)
+                if found.pieces or found.given or found.bad:
+                    self._provide_for(tensors, found, pieces)
+                self.steps += found.steps
+            self.n_steps.append(n)
+            self.results += [item.result if isinstance(item, Group) else item] * n
             if self._ready and (tensors or is_other):
                 self._forget_written(item)
+        self.pieces: tuple[tuple[int, int, int], ...] = tuple([(n, first, last) for n, first, last in pieces])
         del self._ready
 
     def _ready_for(self, tensors: Sequence[Tensor | None]) -> tuple[tuple[int, str], ...]:
         """Return the forms of an item's operands that earlier items made, by operand."""
-        if not self._ready:
-            return ()
         found = [(i, t) for i, t in enumerate(tensors) if t in self._ready and t not in tensors[:i]]
         return tuple([(i, form) for i, t in found for form in self._ready[t]])
 
-    def _add(
-        self, item: Item, tensors: Sequence[Tensor | None], numbers: list[int], found: Lowered[Step]
+    def _provide_for(
+        self, tensors: Sequence[Tensor | None], found: Lowered[Step], pieces: list[list[int]]
     ) -> None:
-        now, n = len(self.steps), len(found.steps)
-        self._firsts.append(len(self._slots))
-        self._slots += numbers
-        if found.pieces or found.given or found.bad:
-            first = len(self.pieces)
-            for nbytes, start, end in found.pieces:
-                self.pieces.append([nbytes, now + start, now + end])
-                self._of_pieces.append(self._provide())
-            for i, form, piece, last in found.given:
-                at = self._ready[cast("Tensor", tensors[i])][form][piece]
-                self._slots.append(self._of_pieces[at])
-                self.pieces[at][2] = max(self.pieces[at][2], now + last)
-            for i, bound in found.bad:
-                self.records.append(BadIndex(cast("Tensor", tensors[i]), bound))
-                self._of_records.append(self._provide())
-            for i, form, made in found.made:
-                of_operand = self._ready.setdefault(cast("Tensor", tensors[i]), {})
-                of_operand[form] = [first + piece for piece in made]
-        self.n_steps.append(n)
-        self.steps += found.steps
-        self.results += [item.result if isinstance(item, Group) else item] * n
-        self._found.append(found)
+        """Append the slots of an item's scratch memory and records of bad indices."""
+        now, first = len(self.steps), len(pieces)
+        for nbytes, start, end in found.pieces:
+            pieces.append([nbytes, now + start, now + end])
+            self._of_pieces.append(self._provide())
+        for i, form, piece, last in found.given:
+            at = self._ready[cast("Tensor", tensors[i])][form][piece]
+            self._slots.append(self._of_pieces[at])
+            pieces[at][2] = max(pieces[at][2], now + last)
+        for i, bound in found.bad:
+            self.records.append(BadIndex(cast("Tensor", tensors[i]), bound))
+            self._of_records.append(self._provide())
+        for i, form, made in found.made:
+            of_operand = self._ready.setdefault(cast("Tensor", tensors[i]), {})
+            of_operand[form] = [first + piece for piece in made]
 
     def _provide(self) -> int:
         """Append a slot for memory that the plan provides; return its number."""
@@ -299,9 +296,8 @@ class BoundItems(Generic[Step]):
     def _forget_written(self, item: Item) -> None:
         """Forget forms of operands in whose memory an item writes."""
         for node in item.nodes if isinstance(item, Group) else (item,):
-            written = (node, *[node.sources[i] for i in SPECS[node.op].also_written])
-            for source in list(self._ready):
-                if any([overlap(source, t) for t in written]):
+            for t in (node, *[node.sources[i] for i in SPECS[node.op].also_written]):
+                for source in [source for source in self._ready if overlap(source, t)]:
                     del self._ready[source]
 
     def give(

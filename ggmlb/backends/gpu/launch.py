@@ -47,12 +47,16 @@ class Target:
         n_units: Number of cores or multiprocessors.
         wg: Work-items of a group, unless a kernel fixes it; 1 with `on_cpu`.
         max_wg: Most work-items of a group, for long rows.
+        max_groups: Most groups in the second and third dimensions.
+        blas: Whether a library computes dense products.
     """
 
     on_cpu: bool
     n_units: int
     wg: int
     max_wg: int = MAX_WG
+    max_groups: int = 2**31 - 1
+    blas: bool = False
 
     def groups_for(self, n_rows: int, row_size: int) -> int:
         """Return the number of groups for `n_rows` rows: one each, or fewer with `on_cpu`."""
@@ -94,6 +98,23 @@ class BadIndex:
     def mem(self) -> Mem:
         """Return the kernels' argument `bad`: the record; its offset is the step's number."""
         return Mem(self, 0, DType.I64, (3, 1, 1, 1), contiguous_nb(DType.I64, (3, 1, 1, 1)))
+
+
+@dataclass(slots=True, eq=False)
+class PreparedOperand:
+    """Another form of an operand, as activations in 8 bits, that items after may read too.
+
+    Attributes:
+        source: The operand.
+        name: The form.
+        made_by: The launches that make it.
+        mems: Its pieces of scratch memory.
+    """
+
+    source: Tensor
+    name: str
+    made_by: list[Launch]
+    mems: tuple[Mem, ...]
 
 
 @dataclass(slots=True)

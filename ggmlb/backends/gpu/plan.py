@@ -6,17 +6,17 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeGuard, TypeVar
 
-from ggmlb.backends.common.fusion import Group, fuse
+from ggmlb.backends.common.fusion import Group, Item, fuse
 from ggmlb.backends.gpu.kinds import BoundItems, KindLowering
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import GraphPlan
 from ggmlb.parallel.row_split import RowSplitProduct, is_split
 
 if TYPE_CHECKING:
-    from ggmlb.backends.common.kinds import Item
     from ggmlb.backends.gpu.stream import GpuBackend
     from ggmlb.core.graph import Graph
     from ggmlb.interface import Buffer, BufferType
@@ -128,7 +128,8 @@ def _is_apart(item: Item) -> TypeGuard[Tensor]:
     return isinstance(item, Tensor) and is_split(item) and not item.is_empty
 
 
-def place_pieces(pieces: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
+@lru_cache(64)  # graphs that differ in what needs no scratch have the same pieces
+def place_pieces(pieces: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]]:
     """Return the total size of scratch [bytes], and the offset of each piece.
 
     Pieces with disjoint lifetimes share memory.
@@ -152,4 +153,4 @@ def place_pieces(pieces: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
         total = max(total, at + size)
         for step in range(first, last + 1):
             live[step].append(number)
-    return total, offsets
+    return total, tuple(offsets)

@@ -49,9 +49,9 @@ class Param:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A kernel as its text declares it.
+    """A kernel as its text declares it; one object for each.
 
     Attributes:
         name: Its name, unique over all families.

@@ -14,8 +14,6 @@ from ggmlb.interface import Backend
 from ggmlb.parallel.row_split import Helpers
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     import numpy as np
     import numpy.typing as npt
 
@@ -49,17 +47,8 @@ class GpuBackend(Backend):
 
     # -- graphs --------------------------------------------------------------------------------
 
+    @abstractmethod
     def can_fuse(self, group: Group) -> bool:
-        """Whether a kernel computes a group of nodes at once."""
-        return self.device.kinds.fuses(group, self._fuses, self._fuses_by)
-
-    @property
-    @abstractmethod
-    def _fuses_by(self) -> Hashable:
-        """What `_fuses` depends on besides the group's kind."""
-
-    @abstractmethod
-    def _fuses(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
 
     def graph_optimize(self, graph: Graph) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from ggmlb.backends.common.fusion import Group, gather
 from ggmlb.backends.common.workspace import Workspace
-from ggmlb.backends.llvm.lowering.context import can_fuse
+from ggmlb.backends.llvm.lowering.context import RULES
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
 from ggmlb.core.enums import Status
@@ -68,7 +68,7 @@ class LlvmBackend(Backend):
 
     def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
-        return can_fuse(group)
+        return RULES.find(group) is not None
 
     def graph_optimize(self, graph: Graph) -> None:
         """Move the nodes of fused groups together."""

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.common.kinds import ALIGNED, Item, Operands, operands_of
+from ggmlb.backends.common.fusion import Group, Item, fuse
+from ggmlb.backends.common.kinds import ALIGNED, Operands, operands_of
 from ggmlb.backends.llvm.lowering.context import (
     NOTHING,
     NUMBER,
     OPERANDS,
     LoweredSteps,
     LoweringContext,
-    can_fuse,
     lower,
     symbol,
 )
@@ -52,7 +51,7 @@ class LlvmPlan(GraphPlan):
         self._errors = aligned_empty(64).view(np.int64)
         self._errors[:] = 0
         with progress.task(f"{backend.name}: compiling kernels") as task:
-            self._items = fuse(graph, can_fuse, by_place=False)
+            self._items = fuse(graph, backend.can_fuse, by_place=False)
             self._lower(backend, task)
         self._span = self._pool.span(self._address, 0, self.n_steps)
         self._faults = self._errors.data  # after a step, NumPy's code is in no cache any more

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ggmlb.backends.common.packed_buffer import PackedBuffer
-from ggmlb.backends.common.weight_memory import misplaced, weight_in
+from ggmlb.backends.common.weight_memory import PackedBuffer, misplaced, weight_in
 from ggmlb.backends.llvm.codegen.library import Emit, function, library
 from ggmlb.backends.llvm.codegen.simd import SIZES
 from ggmlb.backends.llvm.kernels import interleaved

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.gpu import Target, can_fuse
+from ggmlb.backends.gpu import RULES, Target
 from ggmlb.backends.gpu.stream import GpuBackend
 from ggmlb.backends.opencl.buffer import OpenClBuffer, queue_copy
 from ggmlb.backends.opencl.plan import OpenClPlan
@@ -83,12 +83,9 @@ class OpenClBackend(GpuBackend):
 
     # -- graphs --------------------------------------------------------------------------------
 
-    @property
-    def _fuses_by(self) -> Target:
-        return self.target
-
-    def _fuses(self, group: Group) -> bool:
-        return can_fuse(group, self.target) and not any(map(is_split, group.nodes))
+    def can_fuse(self, group: Group) -> bool:
+        """Whether a kernel computes a group of nodes at once."""
+        return not any(map(is_split, group.nodes)) and RULES.find(group, self.target) is not None
 
     def _plan(self, graph: Graph) -> GraphPlan:
         guard.check(f"plan a graph on {self.name}")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyopencl as cl
 import pyopencl.array
 
-from ggmlb.backends.gpu import MAX_WG, Target, declines
+from ggmlb.backends.gpu import MAX_WG, RULES, Target
 from ggmlb.backends.gpu.device import GpuDevice
 from ggmlb.backends.opencl import pocl
 from ggmlb.backends.opencl.backend import OpenClBackend, OpenClEvent
@@ -166,7 +166,7 @@ class OpenClDevice(GpuDevice):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table used for lowering."""
-        return self.packed_buffer_type.declines(op) or row_split.declines(op) or declines(op)
+        return self.packed_buffer_type.declines(op) or row_split.declines(op) or RULES.declines(op)
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ggmlb.backends.common.packed_buffer import PackedBuffer
-from ggmlb.backends.common.weight_memory import PRODUCTS, misplaced, weight_in
+from ggmlb.backends.common.weight_memory import PRODUCTS, PackedBuffer, misplaced, weight_in
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op

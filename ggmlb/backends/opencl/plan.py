@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu import Launch, argument_block, lower, lower_group
-from ggmlb.backends.gpu.kinds import BoundItems, Prepared
+from ggmlb.backends.gpu import Launch, PreparedOperand, argument_block, lower
+from ggmlb.backends.gpu.kinds import BoundItems
 from ggmlb.backends.gpu.plan import GpuPlan
 from ggmlb.backends.gpu.source import tensor_words
 from ggmlb.backends.opencl.program import ProgramKey
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.core.graph import Graph
-from ggmlb.core.tensor import Tensor
 from ggmlb.parallel.row_split import RowSplitProduct
 
 if TYPE_CHECKING:
     import pyopencl as cl
 
-    from ggmlb.backends.common.kinds import Item
+    from ggmlb.backends.common.fusion import Item
     from ggmlb.backends.gpu import Target
     from ggmlb.backends.opencl.backend import OpenClBackend
 
@@ -48,10 +46,9 @@ class OpenClLowering(NamedTuple):
 
     target: Target
 
-    def lower(self, item: Item, ready: Collection[tuple[Tensor, str]]) -> tuple[list[Launch], Prepared]:
+    def lower(self, item: Item) -> list[Launch | PreparedOperand]:
         """As `KindLowering.lower`."""
-        target = self.target
-        return lower_group(item, target) if isinstance(item, Group) else lower(item, target), {}
+        return lower(item, self.target)
 
     def step(self, request: Launch, slots: tuple[int, ...]) -> LaunchKind:
         """As `KindLowering.step`."""

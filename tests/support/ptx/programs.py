@@ -12,9 +12,11 @@ from functools import partial
 import numpy as np
 
 from ggmlb import Context, DType, Graph, init_by_name
+from ggmlb.backends.common.fusion import Item
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.cuda.kernels import Lowering, Step, products
-from ggmlb.backends.gpu import Launch, Target, lower
+from ggmlb.backends.cuda.kernels import RULES, Step, products
+from ggmlb.backends.gpu import RULES as PORTABLE
+from ggmlb.backends.gpu import Launch, PreparedOperand, Target, lower
 from ggmlb.backends.gpu.lowering.matmul import Glu
 from ggmlb.core.enums import GluOp
 from ggmlb.core.tensor import Tensor
@@ -23,7 +25,16 @@ from tests.support.golden import CASES
 from tests.support.ptx import BACKWARD, FORWARD, Memory
 from tests.support.ptx.runner import Runner, place
 
-CARD = Target(False, 132, 128)
+CARD = Target(False, 132, 128, blas=True)
+
+
+def steps_of(item: Item, target: Target = CARD, own: bool = True) -> list[Step]:
+    """Return the steps that compute an item alone: CUDA's `own`, or the portable ones."""
+    return _each(lower(item, target, RULES if own else PORTABLE))
+
+
+def _each(found: Iterable[Step | PreparedOperand]) -> list[Step]:
+    return [step for x in found for step in (x.made_by if isinstance(x, PreparedOperand) else [x])]
 
 
 def fill(ctx: Context, seed: int = 2) -> None:
@@ -64,12 +75,7 @@ def beside_cpu(
     fill(ctx)
     if prepare is not None:
         prepare()
-    lw = Lowering(target, 90)
-    steps: list[Step] = [
-        step
-        for node in Graph().build_forward_expand(y).nodes
-        for step in (lw.lower(node) if own else lower(node, target))
-    ]
+    steps = [s for node in Graph().build_forward_expand(y).nodes for s in steps_of(node, target, own)]
     close(in_both_orders(steps, y), on_cpu(y))
     return steps
 
@@ -95,8 +101,7 @@ def gated(dtype: DType, k: int, m: int, n: int, target: Target = CARD) -> list[S
     y = ctx.geglu_split(ctx.mul_mat(a, x), ctx.mul_mat(g, x))
     fill(ctx)
     unit = Glu(Mem.of(g), None, GluOp.GEGLU, 0.0, 0.0)
-    steps = products._small(Lowering(target, 90), Mem.of(a), x, Mem.of(y), None, unit)
-    assert steps is not None
+    steps = _each(products._small(target, Mem.of(a), x, Mem.of(y), None, unit))
     close(in_both_orders(steps, y), on_cpu(y))
     return steps
 
@@ -183,10 +188,7 @@ def computed(
     built = case.build()
     place(built.ctx)
     target = replace(CARD, wg=wg)
-    lw = Lowering(target, memory.compiler.capability)
-    steps: list[Step] = [
-        step for n in built.graph.nodes for step in (lw.lower(n) if own else lower(n, target))
-    ]
+    steps = [step for n in built.graph.nodes for step in steps_of(n, target, own)]
     if groups:
         steps = [
             replace(s, groups=(min(groups, s.groups[0]), *s.groups[1:]))

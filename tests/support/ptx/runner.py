@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ggmlb import Context, cpu_buffer_from_ptr, tensor_alloc, view_init
-from ggmlb.backends.cuda.cublas import CuBlas
+from ggmlb.backends.cuda.cublas import CuBlas, Gemm
 from ggmlb.backends.cuda.kernels import Step
 from ggmlb.backends.gpu import Launch
 from tests.support.ptx import FORWARD, Memory, alone
@@ -30,13 +30,17 @@ class Runner:
         self._tables.append(table)
         return int(table.ctypes.data)
 
+    def addresses(self, gemm: Gemm) -> list[int]:
+        """Return where the operands and the result of a product lie."""
+        return [self.memory.address(mem) for mem in gemm.mems]
+
     def run(self, steps: Iterable[Step], order: bool = FORWARD) -> None:
         """Run steps one after another."""
         for step in steps:
             if isinstance(step, Launch):
                 self.memory.run(step, order)
             else:
-                self.cublas.bind(step, self.memory.address, self.upload)(7)
+                self.cublas.bind(step, self.addresses(step), self.upload)(7)
 
 
 def place(ctx: Context) -> None:

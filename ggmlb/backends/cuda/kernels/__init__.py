@@ -1,13 +1,11 @@
 """CUDA-only kernels (dp4a, tensor cores, vector loads), and products by cuBLAS.
 
-    node ── Lowering.lower ──> Launch (these texts, or the portable ones) or Gemm
+    node ── RULES ──> Launch (these texts, or the portable ones), Gemm, or PreparedOperand (8 bits)
 
 The texts use the portable prelude and headers, so that each type's decoding is written once.
 """
 
-from ggmlb.backends.cuda.kernels.lowering import MAX_GROUPS, Lowering, Step
+from ggmlb.backends.cuda.kernels import attention, products  # noqa: F401 (they fill the table)
+from ggmlb.backends.cuda.kernels.base import PACKAGE, RULES, Step
 
-__all__ = ["MAX_GROUPS", "PACKAGE", "Lowering", "Step"]
-
-PACKAGE = "ggmlb.backends.cuda.kernels"
-"""The package of the texts, for `ggmlb.backends.gpu.source`."""
+__all__ = ["PACKAGE", "RULES", "Step"]

@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.formulas import alibi
 from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.cuda.kernels.base import PACKAGE, RULES
 from ggmlb.backends.gpu import Scratch
 from ggmlb.backends.gpu.launch import launch
+from ggmlb.backends.gpu.lowering.attention import ATTENTION
+from ggmlb.backends.gpu.lowering.matmul import too_many_groups
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
+    from ggmlb.backends.gpu import Launch, Target
 
 CACHED = frozenset({DType.F16, DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1})
 """Types of keys and values that fit in halves: those of larger range are left to the portable kernel."""
@@ -30,15 +34,23 @@ BIG_HEAD = 128
 """Beyond this, queries are kept in shared memory, and tiles have fewer keys."""
 
 
-def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
-    """Return the steps of an attention, or None where the portable kernel is to be used."""
+def _for_tensor_cores(node: Tensor) -> str | None:
+    k, v = node.operand(1), node.operand(2)
+    d_k, d_v = k.ne[0], v.ne[0]
+    if d_k % 16 or d_v % 16 or not d_v <= d_k <= MAX_HEAD_SIZE or k.ne[2] != v.ne[2]:
+        return f"heads of {d_k} and {d_v}"
+    return None if {k.dtype, v.dtype} <= CACHED else "keys or values that do not fit in halves"
+
+
+def _sets_fit(node: Tensor, target: Target) -> str | None:
+    return too_many_groups(target, 1, node.operand(1).ne[2] * node.operand(0).ne[3])
+
+
+@RULES.rule(Op.FLASH_ATTN_EXT, *ATTENTION, _for_tensor_cores, on=_sets_fit)
+def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     q, k, v = node.operand(0), node.operand(1), node.operand(2)
     mask, sinks = node.optional(3), node.optional(4)
     d_k, d_v = k.ne[0], v.ne[0]
-    if d_k % 16 or d_v % 16 or not d_v <= d_k <= MAX_HEAD_SIZE or k.ne[2] != v.ne[2]:
-        return None
-    if not {k.dtype, v.dtype} <= CACHED or not all(t.is_contiguous_rows() for t in (q, k, v)):
-        return None
     per_kv, big = q.ne[2] // k.ne[2], d_k > BIG_HEAD
     n_rows, n_sets = q.ne[1] * per_kv, k.ne[2] * q.ne[3]
     few = n_rows <= ROWS
@@ -46,7 +58,7 @@ def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
     keys = (32 if few else 16) if big else 64
     tiles = -(-k.ne[1] // keys)
     # As many groups as run at once, not one more round of a few, and two tiles at least for each group.
-    splits = max(1, min(_RESIDENT[d_k > 64] * lw.target.n_units // n_sets, tiles // 2)) if few else 1
+    splits = max(1, min(_RESIDENT[d_k > 64] * target.n_units // n_sets, tiles // 2)) if few else 1
     per_split = -(-tiles // splits)
     splits = -(-tiles // per_split)
     flags: dict[str, str | int] = {
@@ -63,11 +75,10 @@ def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
     given = [Mem.of(t) if t is not None else absent for t in (q, k, v, mask, sinks)]
     p = node.params
     numbers = p["scale"], p["logit_softcap"], p["max_bias"], *alibi(q.ne[2], p["max_bias"]), per_split * keys
-    package = __package__ or ""
-    found = kernels(package)
+    found = kernels(PACKAGE)
     held = [parts, facts] if few else [out, out]
     groups = -(-n_rows // (ROWS * warps_m)), splits, n_sets
-    steps: list[Step] = [
+    steps = [
         launch(
             found["flash_mma"], [*given, out, *held, *numbers], groups, 32 * warps_m * warps_n,
             **flags, **extra, **sink_flag,

@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.rules import FLOATS
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.cuda.gemm import cannot_describe, gemms
-from ggmlb.backends.gpu import BadIndex, Launch, Scratch
+from ggmlb.backends.cuda.cublas import cannot_describe, gemms
+from ggmlb.backends.cuda.kernels.base import PACKAGE, RULES
+from ggmlb.backends.gpu import BadIndex, Launch, PreparedOperand, Scratch
 from ggmlb.backends.gpu.launch import flattened, launch, mapped
 from ggmlb.backends.gpu.lowering.copy import copy
-from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS, Glu, gated
+from ggmlb.backends.gpu.lowering.matmul import PRODUCT, Glu, gated, too_many_groups
 from ggmlb.backends.gpu.source import kernels, types_with
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Prec
+from ggmlb.core.enums import Op, Prec
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
+    from ggmlb.backends.cuda.kernels.base import Step
+    from ggmlb.backends.gpu import Target
 
-IN_PIECES = types_with("INTEGERS", "pieces.h", package=__package__ or "")
+IN_PIECES = types_with("INTEGERS", "pieces.h", package=PACKAGE)
 """Types that the kernels multiply as integers."""
 
 FEW_COLUMNS = 8
@@ -52,12 +54,11 @@ def _kernel(
     groups: tuple[int, int, int],
     **flags: str | int,
 ) -> Launch:
-    package = __package__ or ""
-    return launch(kernels(package)[name], [*mems, *numbers], groups, WG, **flags)
+    return launch(kernels(PACKAGE)[name], [*mems, *numbers], groups, WG, **flags)
 
 
 def _shape(
-    lw: Lowering, a: Tensor | Mem, n: int, n_matrices: int, tile: int
+    target: Target, a: Tensor | Mem, n: int, n_matrices: int, tile: int
 ) -> tuple[int, int, dict[str, int]]:
     """Return groups over rows and columns, and how a group's warps share the work.
 
@@ -68,7 +69,7 @@ def _shape(
     n_groups = -(-n // columns)
     split = 1
     while split < WARPS and split * tile < a.ne[0]:
-        if -(-a.ne[1] * split // (rows * WARPS)) * n_groups * n_matrices >= GROUPS_EACH * lw.target.n_units:
+        if -(-a.ne[1] * split // (rows * WARPS)) * n_groups * n_matrices >= GROUPS_EACH * target.n_units:
             break
         split *= 2
     return -(-a.ne[1] * split // (rows * WARPS)), n_groups, {
@@ -76,34 +77,27 @@ def _shape(
     }  # fmt: skip
 
 
-def _at_once(lw: Lowering, columns: int, x: int, others: int) -> int:
+def _at_once(target: Target, columns: int, x: int, others: int) -> int:
     """Return how many of x groups, for each of the others, are launched: no more than run at once.
 
     With many columns, that hangs on the registers that the compiler takes; then each has its rows.
     """
-    return min(x, max(1, -(-4 * lw.target.n_units // others))) if columns <= 2 else x
+    return min(x, max(1, -(-4 * target.n_units // others))) if columns <= 2 else x
 
 
-def _activations(lw: Lowering, b: Tensor, n: int) -> tuple[list[Step], tuple[Mem, Mem], dict[str, int]]:
-    """Return the steps before a product, its activations, and what it is told of them."""
+def _activations(b: Tensor, n: int) -> tuple[list[Step | PreparedOperand], tuple[Mem, ...], dict[str, int]]:
+    """Return the form of activations that a product reads, its memory, and what the kernel is told of it.
+
+    The form is `b` in 8 bits: the numbers, and the steps and sums of its pieces (activations_q8.h).
+    """
     if n == 1 and b.ne[0] <= FUSED and _in_vectors(b):
         return [], (Mem.of(b), Mem.of(b)), {"FUSED": FUSED}
-    steps, (numbers, facts) = _q8(lw, b)
-    return steps, (numbers, facts), {"FUSED": 0}
-
-
-def _q8(lw: Lowering, b: Tensor) -> tuple[list[Step], tuple[Mem, ...]]:
-    """Return activations in 8 bits: the numbers, and the pieces' steps and sums (activations_q8.h)."""
-
-    def make() -> tuple[list[Step], tuple[Mem, ...]]:
-        n_rows, padded = b.ne[1] * b.ne[2] * b.ne[3], -(-b.ne[0] // 256) * 256
-        numbers = Scratch(n_rows * padded).mem(DType.I8, (padded, n_rows, 1, 1))
-        facts = Scratch(n_rows * padded // 4).mem(DType.I32, (padded // 16, n_rows, 1, 1))
-        groups = min(-(-n_rows * b.ne[0] // 32 // (WG // 8)), 1 << 16)
-        step = _kernel("quantize_q8", [Mem.of(b), numbers, facts], (), (max(groups, 1), 1, 1))
-        return [step], (numbers, facts)
-
-    return lw.prepared(b, "q8", make)
+    n_rows, padded = b.ne[1] * b.ne[2] * b.ne[3], -(-b.ne[0] // 256) * 256
+    numbers = Scratch(n_rows * padded).mem(DType.I8, (padded, n_rows, 1, 1))
+    facts = Scratch(n_rows * padded // 4).mem(DType.I32, (padded // 16, n_rows, 1, 1))
+    groups = min(-(-n_rows * b.ne[0] // 32 // (WG // 8)), 1 << 16)
+    made = _kernel("quantize_q8", [Mem.of(b), numbers, facts], (), (max(groups, 1), 1, 1))
+    return [PreparedOperand(b, "q8", [made], (numbers, facts))], (numbers, facts), {"FUSED": 0}
 
 
 def _align(*weights: Tensor | Mem) -> dict[str, int]:
@@ -120,24 +114,26 @@ def _in_vectors(b: Tensor, *weights: Tensor | Mem) -> bool:
     return not any(x % 16 for t in (b, *weights) for x in (t.offset, *t.nb[1:]))
 
 
-def mul_mat(lw: Lowering, node: Tensor) -> list[Step] | None:
-    """Return the steps of a product, or None where the portable kernel is to be used."""
-    a, b = node.operand(0), node.operand(1)
-    if not a.is_contiguous_rows() or b.dtype not in FLOATS or node.nb[0] != 4:
-        return None
-    if _is_small(a, b):
-        return _small(lw, Mem.of(a), b, Mem.of(node))
-    return _by_blas(lw, a, b, Mem.of(node), node.params.get("prec")) if lw.blas else None
+# -- few columns -----------------------------------------------------------------------------------
 
 
-def _is_small(a: Tensor | Mem, b: Tensor) -> bool:
+def _is_small(a: Tensor, b: Tensor) -> bool:
     """Whether a product has too few columns for cuBLAS."""
     return b.ne[1] <= (FEW_COLUMNS_Q8 if a.dtype in IN_PIECES else FEW_COLUMNS)
 
 
+def _not_small(target: Target, b: Tensor, *weights: Tensor) -> str | None:
+    """Return why `_small` does not compute products of `b` with weights."""
+    if not _is_small(weights[0], b):
+        return "many columns"
+    if weights[0].dtype not in IN_PIECES and not _in_vectors(b, *weights):
+        return "rows that are no vectors of 16 bytes"
+    return too_many_groups(target, 1, b.ne[2] * b.ne[3])
+
+
 def _small(
-    lw: Lowering, a: Mem, b: Tensor, d: Mem, bias: Mem | None = None, glu: Glu | None = None
-) -> list[Step] | None:
+    target: Target, a: Mem, b: Tensor, d: Mem, bias: Mem | None = None, glu: Glu | None = None
+) -> list[Step | PreparedOperand]:
     """Return the steps of a product of few columns, plus a bias, or of a gated unit of that and another."""
     n, n_matrices = b.ne[1], b.ne[2] * b.ne[3]
     weights = [a] if glu is None else [a, glu.a]
@@ -146,117 +142,167 @@ def _small(
     also: dict[str, str | int] = {"ADDED": 1} if bias is not None else {}
     if glu is not None:
         also["GLU"] = f"glu_{glu.op.name.lower()}"
-    if a.dtype in IN_PIECES:
-        steps, (q, facts), fused = _activations(lw, b, n)
-        x, y, flags = _shape(lw, a, n, n_matrices, TILE)
-        x = _at_once(lw, flags["COLUMNS"], x, y * n_matrices)
-        flags |= _align(*weights) | fused
-        mems = [a, q, facts, *others]
-        return [*steps, _kernel("mul_mat_q8", mems, numbers, (x, y, n_matrices), **flags, **also)]
-    if not _in_vectors(b, *weights):
-        return None
-    x, y, flags = _shape(lw, a, n, n_matrices, 512 // a.dtype.type_size)
-    mems = [a, Mem.of(b), *others]
-    return [_kernel("mul_mat_vec16", mems, numbers, (x, y, n_matrices), **flags, **also)]
+    if a.dtype not in IN_PIECES:
+        x, y, flags = _shape(target, a, n, n_matrices, 512 // a.dtype.type_size)
+        mems = [a, Mem.of(b), *others]
+        return [_kernel("mul_mat_vec16", mems, numbers, (x, y, n_matrices), **flags, **also)]
+    forms, activations, fused = _activations(b, n)
+    x, y, flags = _shape(target, a, n, n_matrices, TILE)
+    x = _at_once(target, flags["COLUMNS"], x, y * n_matrices)
+    flags |= _align(*weights) | fused
+    mems = [a, *activations, *others]
+    return [*forms, _kernel("mul_mat_q8", mems, numbers, (x, y, n_matrices), **flags, **also)]
 
 
-def mul_mat_add(lw: Lowering, group: Group) -> list[Step] | None:
-    """Return the steps of a product and what is added to it, or None where there is no kernel for both.
+def _few_columns(node: Tensor, target: Target) -> str | None:
+    if node.nb[0] != DType.F32.type_size:
+        return "the result is not in rows of f32"
+    return _not_small(target, node.operand(1), node.operand(0))
 
-    cuBLAS' products are not fused: what it adds would have to be copied to the result first.
-    """
+
+@RULES.rule(Op.MUL_MAT, *PRODUCT, on=_few_columns)
+def _mul_mat(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
+    return _small(target, Mem.of(node.operand(0)), node.operand(1), Mem.of(node))
+
+
+def _few_columns_and_sum(group: Group, target: Target) -> str | None:
+    """CuBLAS' products are not fused: what it adds would have to be copied to the result first."""
+    return _not_small(target, group["mul_mat"].operand(1), group["mul_mat"].operand(0))
+
+
+@RULES.rule("mul_mat_add", on=_few_columns_and_sum)
+def _mul_mat_add(group: Group, target: Target) -> list[Step | PreparedOperand]:
     a, b = map(group["mul_mat"].operand, (0, 1))
-    if not a.is_contiguous_rows() or not _is_small(a, b):
-        return None
     d = Mem.of(group.result)
-    return _small(lw, Mem.of(a), b, d, Mem.of(group.other("add")).tiled_to(d.ne))
+    return _small(target, Mem.of(a), b, d, Mem.of(group.other("add")).tiled_to(d.ne))
 
 
-def glu(lw: Lowering, group: Group) -> list[Step] | None:
-    """Return the steps of a gated unit of two products, or None where it is not worth it.
+def _few_columns_of_two(group: Group, target: Target) -> str | None:
+    b = group["gate"].operand(1)
+    if b.ne[1] > GLU_COLUMNS:
+        return "many columns"
+    return _not_small(target, b, *[product.node.operand(0) for product in group.products])
 
-    With cuBLAS, only if both have a bias: two products, and one kernel for the rest.
-    """
-    a, b = map(group["gate"].operand, (0, 1))
-    if not a.is_contiguous_rows():
-        return None
+
+@RULES.rule("glu", on=_few_columns_of_two)
+def _glu(group: Group, target: Target) -> list[Step | PreparedOperand]:
+    weights, bias, other = gated(group)
+    return _small(target, weights, group["gate"].operand(1), Mem.of(group.result), bias, other)
+
+
+def _rows_of_experts(node: Tensor, target: Target) -> str | None:
+    a, b = node.operand(0), node.operand(1)
+    if a.dtype not in IN_PIECES and not _in_vectors(b, a):
+        return "rows that are no vectors of 16 bytes"
+    return too_many_groups(target, *node.operand(2).ne[:2])
+
+
+@RULES.rule(Op.MUL_MAT_ID, *PRODUCT, on=_rows_of_experts)
+def _mul_mat_id(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
+    a, b, ids = node.operand(0), node.operand(1), node.operand(2)
+    slots, tokens = ids.ne[0], ids.ne[1]
+    ends = [Mem.of(ids), BadIndex(node, a.ne[2]).mem, Mem.of(node)]
+    if a.dtype not in IN_PIECES:
+        x, _, flags = _shape(target, a, 1, slots * tokens, 512 // a.dtype.type_size)
+        return [_kernel("mul_mat_id_vec16", [Mem.of(a), Mem.of(b), *ends], (), (x, slots, tokens), **flags)]
+    forms, activations, fused = _activations(b, 1)
+    x, _, flags = _shape(target, a, 1, slots * tokens, TILE)
+    x = _at_once(target, 1, x, slots * tokens)
+    mems = [Mem.of(a), *activations, *ends]
+    found = _kernel("mul_mat_id_q8", mems, (b.ne[1],), (x, slots, tokens), **flags, **_align(a), **fused)
+    return [*forms, found]
+
+
+# -- many columns, by cuBLAS -----------------------------------------------------------------------
+
+
+def _not_dense(target: Target, node: Tensor, d: Tensor) -> str | None:
+    """Return why cuBLAS does not compute a product to `d`."""
+    a, b = node.operand(0), node.operand(1)
+    if not target.blas:
+        return "no cuBLAS"
     if _is_small(a, b):
-        weights, bias, other = gated(group)
-        few = b.ne[1] <= GLU_COLUMNS
-        return _small(lw, weights, b, Mem.of(group.result), bias, other) if few else None
-    if not lw.blas or not {"gate_add", "up_add"} <= set(group.parts):
-        return None
-    # The products go where the sums would, which are left out.
-    read = [t for part in ("gate", "gate_add", "up", "up_add") for t in group.outside[part]]
-    if any(overlap(group[part], t) for part in ("gate_add", "up_add") for t in read):
-        return None
-    steps: list[Step] = []
-    mems: list[Mem] = []
-    for part in ("gate", "up"):
-        added, added_to = group[f"{part}_add"], group.other(f"{part}_add")
-        a, b = map(group[part].operand, (0, 1))
-        found = _by_blas(lw, a, b, Mem.of(added), group[part].params.get("prec"))
-        if found is None:
-            return None
-        steps += found
-        mems += [Mem.of(added), Mem.of(added_to).tiled_to(added.ne)]
-    p, d = group["glu"].params, Mem.of(group.result)
-    numbers = p.get("alpha", 0.0), p.get("limit", 0.0)
-    name = f"glu_{p['op'].name.lower()}"
-    kernel = kernels(__package__ or "")["glu_added"]
-    return [*steps, mapped(lw.target, kernel, flattened(lw.target, [*mems, d]), *numbers, FN=name)]
+        return "few columns"
+    if a.dtype not in FLOATS and a.ne[0] % 8:
+        return "rows of no whole eights"
+    return cannot_describe(Mem.of(d))
 
 
-def _by_blas(lw: Lowering, a: Tensor, b: Tensor, d: Mem, prec: Prec | None) -> list[Step] | None:
-    """Return the steps of a dense product: operands in one type, then cuBLAS."""
-    if a.dtype not in READ_IN_EIGHTS or (a.ne[0] % 8 and a.dtype not in FLOATS) or cannot_describe(d):
-        return None
+def _by_blas(target: Target, node: Tensor, d: Mem, forms: dict[DType, Mem]) -> list[Step | PreparedOperand]:
+    """Return the steps of a dense product: operands in one type that cuBLAS takes, then its calls.
+
+    Args:
+        target: The card.
+        node: The product.
+        d: Where its result goes.
+        forms: The other types of the activations that are made already; those made here are added.
+    """
+    a, b = node.operand(0), node.operand(1)
     kind = a.dtype if a.dtype in FLOATS else DType.F16
-    if prec == Prec.F32:
+    if node.params.get("prec") == Prec.F32:
         kind = DType.F32
-    steps: list[Step] = []
+    steps: list[Step | PreparedOperand] = []
     mem_a, mem_b = Mem.of(a), Mem.of(b)
     if kind is not a.dtype or cannot_describe(mem_a):
-        made, mem_a = _converted(lw, a, kind)
-        steps += made
-    if kind is not b.dtype or cannot_describe(mem_b):
-        made, (mem_b,) = lw.prepared(b, kind.name, lambda: _one(_converted(lw, b, kind)))
-        steps += made
+        made, mem_a = _converted(target, a, kind)
+        steps.append(made)
+    if kind in forms:
+        mem_b = forms[kind]
+    elif kind is not b.dtype or cannot_describe(mem_b):
+        made, mem_b = _converted(target, b, kind)
+        forms[kind] = mem_b
+        steps.append(PreparedOperand(b, kind.name, [made], (mem_b,)))
     return [*steps, *gemms(mem_a, mem_b, d)]
 
 
-def _one(found: tuple[list[Step], Mem]) -> tuple[list[Step], tuple[Mem, ...]]:
-    return found[0], (found[1],)
-
-
-def _converted(lw: Lowering, t: Tensor, kind: DType) -> tuple[list[Step], Mem]:
-    """Return a contiguous copy of a tensor as another type, and the step that makes it."""
+def _converted(target: Target, t: Tensor, kind: DType) -> tuple[Launch, Mem]:
+    """Return the launch that makes a contiguous copy of a tensor as another type, and the copy."""
     whole = Scratch(t.n_elements * kind.type_size).mem(kind, t.ne)
     if t.dtype.is_quantized and kind is DType.F16:
         one = t.is_contiguous() and t.n_elements < 1 << 31
         ne = (t.n_elements, 1, 1, 1) if one else t.ne
         grid = min(-(-ne[0] // 8 // 256), 1 << 20), min(ne[1] * ne[2] * ne[3], 1 << 15), 1
         mems = [m.window(ne) for m in (Mem.of(t), whole)]
-        return [launch(kernels(__package__ or "")["dequantize"], mems, grid, 256, ONE_ROW=int(one))], whole
-    return [copy(lw.target, Mem.of(t), whole)], whole
+        return launch(kernels(PACKAGE)["dequantize"], mems, grid, 256, ONE_ROW=int(one)), whole
+    return copy(target, Mem.of(t), whole), whole
 
 
-def mul_mat_id(lw: Lowering, node: Tensor) -> list[Step] | None:
-    """Return the steps of a product with matrices chosen by row, or None for the portable kernel."""
-    a, b, ids = node.operand(0), node.operand(1), node.operand(2)
-    if not a.is_contiguous_rows() or b.dtype not in FLOATS:
-        return None
-    slots, tokens = ids.ne[0], ids.ne[1]
-    bad = BadIndex(node, a.ne[2]).mem
-    if a.dtype in IN_PIECES:
-        steps, (numbers, facts), fused = _activations(lw, b, 1)
-        x, _, flags = _shape(lw, a, 1, slots * tokens, TILE)
-        x = _at_once(lw, 1, x, slots * tokens)
-        mems = [Mem.of(a), numbers, facts, Mem.of(ids), bad, Mem.of(node)]
-        found = _kernel("mul_mat_id_q8", mems, (b.ne[1],), (x, slots, tokens), **flags, **_align(a), **fused)
-        return [*steps, found]
-    if not _in_vectors(b, a):
-        return None
-    x, _, flags = _shape(lw, a, 1, slots * tokens, 512 // a.dtype.type_size)
-    mems = [Mem.of(a), Mem.of(b), Mem.of(ids), bad, Mem.of(node)]
-    return [_kernel("mul_mat_id_vec16", mems, (), (x, slots, tokens), **flags)]
+def _many_columns(node: Tensor, target: Target) -> str | None:
+    if node.nb[0] != DType.F32.type_size:
+        return "the result is not in rows of f32"
+    return _not_dense(target, node, node)
+
+
+@RULES.rule(Op.MUL_MAT, *PRODUCT, on=_many_columns)
+def _dense(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
+    return _by_blas(target, node, Mem.of(node), {})
+
+
+def _two_with_sums(group: Group, target: Target) -> str | None:
+    """Two products, and one kernel for the rest: the products go where the sums would, which are left out."""
+    if not {"gate_add", "up_add"} <= set(group.parts):
+        return "no two sums"
+    read = [t for part in ("gate", "gate_add", "up", "up_add") for t in group.outside[part]]
+    if any(overlap(group[part], t) for part in ("gate_add", "up_add") for t in read):
+        return "a sum takes the place of an operand"
+    for part in ("gate", "up"):
+        why = _not_dense(target, group[part], group[f"{part}_add"])
+        if why is not None:
+            return why
+    return None
+
+
+@RULES.rule("glu", on=_two_with_sums)
+def _dense_glu(group: Group, target: Target) -> list[Step | PreparedOperand]:
+    steps: list[Step | PreparedOperand] = []
+    mems: list[Mem] = []
+    forms: dict[DType, Mem] = {}  # both products read the same activations
+    for part in ("gate", "up"):
+        added, added_to = group[f"{part}_add"], group.other(f"{part}_add")
+        steps += _by_blas(target, group[part], Mem.of(added), forms)
+        mems += [Mem.of(added), Mem.of(added_to).tiled_to(added.ne)]
+    p, d = group["glu"].params, Mem.of(group.result)
+    numbers = p.get("alpha", 0.0), p.get("limit", 0.0)
+    name = f"glu_{p['op'].name.lower()}"
+    kernel = kernels(PACKAGE)["glu_added"]
+    return [*steps, mapped(target, kernel, flattened(target, [*mems, d]), *numbers, FN=name)]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
 from ggmlb.backends.common.formulas import alibi
 from ggmlb.backends.common.rules import F32, FLOATS, in_rows, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import launch
+from ggmlb.backends.gpu.launch import Launch, Target, launch
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.gpu.launch import Launch, Target
 
 MAX_HEAD_SIZE = 576
 """Largest head size that fits in local memory."""
@@ -30,12 +27,15 @@ def _head_sizes(node: Tensor) -> str | None:
     return None
 
 
-@RULES.rule(
-    Op.FLASH_ATTN_EXT,
+ATTENTION: Final = (
     operands(FLOATS, READ_IN_EIGHTS, READ_IN_EIGHTS, FLOATS, F32, out=F32),
     in_rows(0, 1, 2),
     _head_sizes,
 )
+"""Conditions on the operands of an attention."""
+
+
+@RULES.rule(Op.FLASH_ATTN_EXT, *ATTENTION)
 def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     q, k, v = node.operand(0), node.operand(1), node.operand(2)
     mask, sinks = node.optional(3), node.optional(4)

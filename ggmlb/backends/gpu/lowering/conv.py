@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.backends.common.rules import ANY, F32, FLOATS, all_operands, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import elementwise
+from ggmlb.backends.gpu.launch import Launch, Target, elementwise
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op, OpPool
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.gpu.launch import Launch, Target
 
 _GEOMETRY_2D = ("s0", "s1", "p0", "p1", "d0", "d1")
 _GEOMETRY_3D = ("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2")

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import FLOATS, converts, in_window, same_shape_of_blocks
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import BadIndex, elementwise, flattened, mapped, stretched, vector_width
+from ggmlb.backends.gpu.launch import (
+    BadIndex,
+    Launch,
+    Target,
+    elementwise,
+    flattened,
+    mapped,
+    stretched,
+    vector_width,
+)
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.elementwise import combine
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
@@ -18,7 +27,6 @@ from ggmlb.core.enums import Op
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ggmlb.backends.gpu.launch import Launch, Target
     from ggmlb.core.tensor import Tensor
 
 _PLAIN = FLOATS | {DType.I8, DType.I16, DType.I32, DType.I64}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.backends.common.rules import FLOATS, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import flattened, mapped
+from ggmlb.backends.gpu.launch import Launch, Target, flattened, mapped
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op, UnaryOp
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.gpu.launch import Launch, Target
 
 _NUMBERS: dict[Op | UnaryOp, tuple[str, ...]] = {
     Op.SCALE: ("scale", "bias"),

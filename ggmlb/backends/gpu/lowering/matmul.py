@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Final, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, Product
 from ggmlb.backends.common.rules import FLOATS, in_rows, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import BadIndex, elementwise, launch
-from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES
+from ggmlb.backends.gpu.launch import BadIndex, Launch, Target, elementwise, launch
+from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.source import types_with
 from ggmlb.core.enums import GluOp, Op
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.gpu.launch import Launch, Target
 
 READ_IN_EIGHTS = types_with("DEQ8_FN", "rows.h", "rows_k.h")
 """Types whose rows the kernels read."""
@@ -31,6 +28,10 @@ PANEL_K = 256
 
 MIN_COLUMNS_OF_EXPERT = 2
 """Least columns per expert for which they are gathered, so that the expert's rows are decoded once."""
+
+
+PRODUCT: Final = operands(READ_IN_EIGHTS, FLOATS), in_rows(0, 1)
+"""Conditions on the operands of products."""
 
 
 def has_tiles(target: Target) -> bool:
@@ -57,7 +58,19 @@ def _rows_at_once(target: Target, a: Mem, columns: int) -> int:
     return max(1, min(2 if a.dtype.is_quantized else 4, 8 // columns))
 
 
-@RULES.rule(Op.MUL_MAT, operands(READ_IN_EIGHTS, FLOATS), in_rows(0, 1))
+def too_many_groups(target: Target, y: int, z: int) -> str | None:
+    """Return why a grid of so many groups in its second and third dimensions is declined, if it is."""
+    if y <= target.max_groups >= z:
+        return None
+    return f"its {y} x {z} groups of work are more than the {target.max_groups} that the device takes"
+
+
+def _columns_fit(node: Tensor, target: Target) -> str | None:
+    wide = TILE if has_tiles(target) else VEC_COLUMNS
+    return too_many_groups(target, -(-node.ne[1] // wide), node.ne[2] * node.ne[3])
+
+
+@RULES.rule(Op.MUL_MAT, *PRODUCT, on=_columns_fit)
 def _mul_mat(node: Tensor, target: Target) -> list[Launch]:
     a, b = node.sources
     return [_launch(target, Mem.of(a), Mem.of(b), Mem.of(node))]
@@ -103,19 +116,29 @@ def _columns_per_group(target: Target, m: int, n: int, n_matrices: int) -> int:
     return max(48, min(PANEL_COLUMNS, -(-n // shares) + 2)) // 3 * 3
 
 
-@RULES.rule(Op.MUL_MAT_ID, operands(READ_IN_EIGHTS, FLOATS), in_rows(0, 1))
+def _expert_tiles(node: Tensor, target: Target) -> tuple[int, int] | None:
+    """Return the groups over columns and experts, if each expert's columns are gathered to tiles."""
+    n_experts, (slots, tokens) = node.operand(0).ne[2], node.operand(2).ne[:2]
+    if not has_tiles(target) or not n_experts or slots * tokens < MIN_COLUMNS_OF_EXPERT * n_experts:
+        return None
+    return -(-slots * tokens // ((PANEL_COLUMNS if target.on_cpu else TILE) * n_experts)), n_experts
+
+
+def _experts_fit(node: Tensor, target: Target) -> str | None:
+    return too_many_groups(target, *(_expert_tiles(node, target) or node.operand(2).ne[:2]))
+
+
+@RULES.rule(Op.MUL_MAT_ID, *PRODUCT, on=_experts_fit)
 def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     a, b, ids = (Mem.of(t) for t in node.src if t is not None)
-    m, n_pairs, n_experts = a.ne[1], ids.ne[0] * ids.ne[1], a.ne[2]
-    mems = [a, b, ids, BadIndex(node, n_experts).mem, Mem.of(node)]
-    if n_experts and n_pairs >= MIN_COLUMNS_OF_EXPERT * n_experts and has_tiles(target):
-        kernel, rows, columns, wg = (
-            ("mul_mat_id_panel", PANEL_ROWS, PANEL_COLUMNS, 1)
-            if target.on_cpu
-            else ("mul_mat_id_tile", TILE, TILE, TILE_WG)
+    m = a.ne[1]
+    mems = [a, b, ids, BadIndex(node, a.ne[2]).mem, Mem.of(node)]
+    tiles = _expert_tiles(node, target)
+    if tiles is not None:
+        kernel, rows, wg = (
+            ("mul_mat_id_panel", PANEL_ROWS, 1) if target.on_cpu else ("mul_mat_id_tile", TILE, TILE_WG)
         )
-        groups = (-(-m // rows), -(-n_pairs // (columns * n_experts)), n_experts)
-        return [launch(kernel, mems, groups, wg, **_rest(a))]
+        return [launch(kernel, mems, (-(-m // rows), *tiles), wg, **_rest(a))]
     rows = _rows_per_group(target, a, 1)
     groups = (-(-m // rows), ids.ne[0], ids.ne[1])
     flags = {"COLUMNS": 1, "ROWS": _rows_at_once(target, a, 1), **_rest(a)}
@@ -145,26 +168,31 @@ class Glu(NamedTuple):
     limit: float
 
 
-def _takes_add(group: Group, target: Target) -> bool:
+def _can_add(group: Group, target: Target) -> str | None:
     weights, x = group["mul_mat"].sources
     other = group.other("add")
+    if other.ne[0] > 1 and other.nb[0] != other.dtype.type_size:
+        return "what is added is not in rows"
     # Of long rows, a panel adds up parts in the result's memory before it reads what is added.
     in_parts = target.on_cpu and x.ne[1] > VEC_COLUMNS and weights.ne[0] > PANEL_K
-    in_rows = other.ne[0] == 1 or other.nb[0] == other.dtype.type_size
-    return in_rows and not (in_parts and overlap(group.result, other))
+    return "the sum takes the place of what is added" if in_parts and overlap(group.result, other) else None
 
 
+@RULES.rule("mul_mat_add", on=_can_add)
 def _mul_mat_add(group: Group, target: Target) -> list[Launch]:
     d, (product,) = Mem.of(group.result), group.products
     weights, bias = _operands(product, d.ne[0])
     return [_launch(target, weights, Mem.of(product.node.operand(1)), d, bias)]
 
 
-def _takes_glu(group: Group, target: Target) -> bool:
+def _few_of_one_packing(group: Group) -> str | None:
     packings = {Mem.of(product.node.operand(0)).packing for product in group.products}
-    return group.result.ne[1] <= VEC_COLUMNS and len(packings) == 1
+    return (
+        None if group.result.ne[1] <= VEC_COLUMNS and len(packings) == 1 else "many columns, or two packings"
+    )
 
 
+@RULES.rule("glu", _few_of_one_packing)
 def _glu(group: Group, target: Target) -> list[Launch]:
     weights, bias, glu = gated(group)
     return [_launch(target, weights, Mem.of(group["gate"].operand(1)), Mem.of(group.result), bias, glu)]
@@ -186,7 +214,3 @@ def _operands(product: Product, m: int) -> tuple[Mem, Mem | None]:
         return weights, None
     bias = Mem.of(added).tiled_to(node.ne)
     return weights, bias.window((m, *bias.ne[1:]), offset=first * bias.nb[0])
-
-
-GROUP_RULES["mul_mat_add"] = _takes_add, _mul_mat_add
-GROUP_RULES["glu"] = _takes_glu, _glu

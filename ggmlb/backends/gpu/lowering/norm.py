@@ -1,18 +1,18 @@
-"""Norms of rows."""
+"""Norms and soft max of rows, and their gradients."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.common.rules import FLOATS, operands
+from ggmlb.backends.common.formulas import alibi
+from ggmlb.backends.common.rules import F32, FLOATS, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import in_registers
-from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES
+from ggmlb.backends.gpu.launch import Launch, Target, in_registers
+from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op
 
 if TYPE_CHECKING:
     from ggmlb.backends.common.fusion import Group
-    from ggmlb.backends.gpu.launch import Launch, Target
     from ggmlb.core.tensor import Tensor
 
 
@@ -49,7 +49,8 @@ def _launch(
     return in_registers(target, kernel, mems, node.params["eps"], **flags)
 
 
-def _lower_group(group: Group, target: Target) -> list[Launch]:
+@RULES.rule("norm")
+def _norm_of_group(group: Group, target: Target) -> list[Launch]:
     node, d = group["norm"], Mem.of(group.result)
 
     def beside(part: str) -> Mem | None:
@@ -95,4 +96,23 @@ def _group_norm(node: Tensor, target: Target) -> list[Launch]:
     return launches
 
 
-GROUP_RULES["norm"] = lambda group, target: True, _lower_group
+@RULES.rule(Op.SOFT_MAX, operands(F32, FLOATS, F32, out=F32))
+def _soft_max(node: Tensor, target: Target) -> list[Launch]:
+    a = node.operand(0)
+    mask, sinks = node.optional(1), node.optional(2)
+    mems = [Mem.of(t or node) for t in (a, mask, sinks, node)]  # an absent one is not read
+    flags = {"MASK": 1} if mask is not None else {}
+    if sinks is not None:
+        flags["SINKS"] = 1
+    p = node.params
+    return [
+        in_registers(
+            target, "soft_max", mems, p["scale"], p["max_bias"], *alibi(a.ne[2], p["max_bias"]), **flags
+        )
+    ]
+
+
+@RULES.rule(Op.SOFT_MAX_BACK, operands(FLOATS, FLOATS))
+def _soft_max_back(node: Tensor, target: Target) -> list[Launch]:
+    mems = Mem.all_of(node)
+    return [in_registers(target, "soft_max_back", mems, node.params["scale"])]

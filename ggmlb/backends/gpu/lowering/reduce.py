@@ -1,19 +1,28 @@
-"""Sums, running sums, sorting and choosing."""
+"""Sums, running sums, sorting and choosing; losses, and steps of optimisers."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.common.rules import FLOATS, I32, has_elements, operands
+from ggmlb.backends.common.rules import F32, FLOATS, I32, has_elements, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import MIN_GROUP_WORK, Scratch, flattened, in_registers, launch, rowwise
+from ggmlb.backends.gpu.launch import (
+    MIN_GROUP_WORK,
+    Launch,
+    Scratch,
+    Target,
+    elementwise,
+    flattened,
+    in_registers,
+    launch,
+    rowwise,
+)
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, SortOrder
 
 if TYPE_CHECKING:
-    from ggmlb.backends.gpu.launch import Launch, Target
     from ggmlb.core.tensor import Tensor
 
 
@@ -105,3 +114,23 @@ def _argsort(node: Tensor, target: Target) -> list[Launch]:
 @RULES.rule(Op.TOP_K, operands(FLOATS, out=I32))
 def _top_k(node: Tensor, target: Target) -> list[Launch]:
     return [rowwise(target, "top_k", _mems(node), over=0)]
+
+
+@RULES.rule(Op.CROSS_ENTROPY_LOSS, operands(FLOATS, FLOATS), has_elements)
+def _loss(node: Tensor, target: Target) -> list[Launch]:
+    *mems, d = Mem.all_of(node)
+    return in_two_passes(target, "cross_entropy_loss", mems, d)
+
+
+@RULES.rule(Op.CROSS_ENTROPY_LOSS_BACK, operands(FLOATS, FLOATS, FLOATS))
+def _loss_back(node: Tensor, target: Target) -> list[Launch]:
+    gradient, logits, shares = map(Mem.of, node.sources)
+    return [in_registers(target, "cross_entropy_loss_back", [logits, shares, gradient, Mem.of(node)])]
+
+
+@RULES.rule((Op.OPT_STEP_SGD, Op.OPT_STEP_ADAMW), operands(F32, FLOATS, F32, F32, F32, out=F32))
+def _step(node: Tensor, target: Target) -> list[Launch]:
+    *sources, numbers = map(Mem.of, node.sources)
+    *mems, d = flattened(target, [*sources, Mem.of(node)])
+    (row,) = flattened(target, [numbers])
+    return [elementwise(target, node.op.lower(), [*mems, row, d])]

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.common.formulas import yarn_range
 from ggmlb.backends.common.rules import F32, FLOATS, I32, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import BadIndex, rowwise, vector_width
-from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES
+from ggmlb.backends.gpu.launch import BadIndex, Launch, Target, rowwise, vector_width
+from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op, RopeType
 
 if TYPE_CHECKING:
     from ggmlb.backends.common.fusion import Group
-    from ggmlb.backends.gpu.launch import Launch, Target
     from ggmlb.core.tensor import Tensor
 
 
@@ -71,16 +70,14 @@ def _heads_of_group(node: Tensor, n_pieces: int, target: Target) -> int:
     return next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
 
 
-def _takes_put(group: Group, target: Target) -> bool:
-    return group.result.dtype in FLOATS
+def _to_floats(group: Group) -> str | None:
+    return None if group.result.dtype in FLOATS else "the cache is not of floats"
 
 
+@RULES.rule("rope_set_rows", _to_floats)
 def _put(group: Group, target: Target) -> list[Launch]:
     """Write the heads of a token side by side into the row of the cache that is named for it."""
     node, cache = group["rope"], group.result
     size = cache.dtype.type_size
     d = Mem.of(cache).window(node.ne, (size, size * node.ne[0], cache.nb[1], cache.nb[2]))
     return [_launch(node, target, d, cache)]
-
-
-GROUP_RULES["rope_set_rows"] = _takes_put, _put

@@ -1,21 +1,17 @@
-"""Tiling, joining, padding, rolling, diagonals, numbers that follow from indices, interpolation."""
+"""Tiling, joining, padding, rolling, diagonals, numbers that follow from indices, interpolation, windows."""
 
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, I32, all_operands, has_elements, operands, same_types
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import BadIndex, elementwise, flattened
+from ggmlb.backends.gpu.launch import BadIndex, Launch, Target, elementwise, flattened
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.copy import copy
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, ScaleMode, TriType
 from ggmlb.core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.gpu.launch import Launch, Target
 
 _MOVED = FLOATS | {DType.I8, DType.I16, DType.I32, DType.I64}
 _MOVES = all_operands(_MOVED), same_types
@@ -122,3 +118,25 @@ def _upscale(node: Tensor, target: Target) -> list[Launch]:
 def _fill(node: Tensor, target: Target) -> list[Launch]:
     (d,) = flattened(target, [Mem.of(node)])
     return [elementwise(target, "arange", [d], node.params["value"], 0.0)]
+
+
+@RULES.rule((Op.WIN_PART, Op.WIN_UNPART), operands(F32, out=F32))
+def _windows(node: Tensor, target: Target) -> list[Launch]:
+    image = node.sources[0] if node.op is Op.WIN_PART else node
+    n_wide = -(-image.ne[1] // node.params["w"])
+    return [elementwise(target, node.op.lower(), Mem.all_of(node), n_wide)]
+
+
+@RULES.rule(Op.GET_REL_POS, operands(FLOATS))
+def _get_rel_pos(node: Tensor, target: Target) -> list[Launch]:
+    return [elementwise(target, "get_rel_pos", Mem.all_of(node))]
+
+
+@RULES.rule(Op.ADD_REL_POS, all_operands(F32))
+def _add_rel_pos(node: Tensor, target: Target) -> list[Launch]:
+    """In `a`, an image's places are one dimension; `pw` and `ph` are contiguous, so theirs become one."""
+    a, *positions = map(Mem.of, node.sources)
+    along, down = (
+        m.window((m.ne[0], m.ne[1] * m.ne[2], m.ne[3], 1), (m.nb[0], m.nb[1], m.nb[3], 0)) for m in positions
+    )
+    return [elementwise(target, "add_rel_pos", [a, along, down, Mem.of(node)])]

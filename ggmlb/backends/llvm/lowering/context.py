@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.common.fusion import Group, Name
-from ggmlb.backends.common.kinds import Item
+from ggmlb.backends.common.fusion import Item
 from ggmlb.backends.common.rules import FLOATS, Rules
 from ggmlb.backends.common.strided import Mem, merged
 from ggmlb.backends.llvm.codegen.host import kept_nbytes
@@ -38,36 +37,13 @@ if TYPE_CHECKING:
 
 # -- rules -----------------------------------------------------------------------------------------
 
-RULES: Final[Rules[Callable[[Tensor, LoweringContext], None]]] = Rules()
-"""For each op its conditions and how it is lowered."""
-
-LowerGroup = Callable[[Group, "LoweringContext"], None]
-
-GROUP_RULES: Final[dict[Name, tuple[Callable[[Group], bool], LowerGroup]]] = {}
-"""For each fusion pattern whether there is a kernel for a group, and how it is lowered."""
-
-
-def group_rule(*patterns: Name, condition: Callable[[Group], bool]) -> Callable[[LowerGroup], LowerGroup]:
-    """Register the decorated function to lower groups of these patterns under a condition."""
-
-    def register(lower: LowerGroup) -> LowerGroup:
-        GROUP_RULES.update(dict.fromkeys(patterns, (condition, lower)))
-        return lower
-
-    return register
-
-
-def can_fuse(group: Group) -> bool:
-    """Whether a kernel computes a group of nodes at once."""
-    return GROUP_RULES[group.pattern][0](group)
+RULES: Final[Rules[Callable[[Any, LoweringContext], None]]] = Rules()
+"""For each op and fusion pattern its conditions and how it is lowered."""
 
 
 def lower(item: Item, ctx: LoweringContext) -> None:
-    """Emit the steps of a node that is not declined, or of a group that `can_fuse`."""
-    if isinstance(item, Group):
-        GROUP_RULES[item.pattern][1](item, ctx)
-    else:
-        RULES[item.op](item, ctx)
+    """Emit the steps of a node or group that is not declined."""
+    RULES.to_lower(item)(item, ctx)
 
 
 READ: Final = FLOATS | {d for d in DType if d.name.lower() in FORMATS}

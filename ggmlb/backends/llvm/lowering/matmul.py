@@ -18,7 +18,7 @@ from ggmlb.backends.llvm.kernels import (
     out_prod,
     tiles,
 )
-from ggmlb.backends.llvm.lowering.context import READ, RULES, LoweringContext, group_rule, name
+from ggmlb.backends.llvm.lowering.context import READ, RULES, LoweringContext, name
 from ggmlb.backends.llvm.lowering.elementwise import plain_function
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import GluOp, Op
@@ -239,16 +239,17 @@ def _mul_mat_id(node: Tensor, ctx: LoweringContext) -> None:
 # -- products with an epilogue ---------------------------------------------------------------------
 
 
-def _can_fuse(group: Group) -> bool:
-    """Whether a kernel has the epilogue: for few rows, if groups of the weight's rows divide the result's."""
+def _has_epilogue(group: Group) -> str | None:
+    """Require that a kernel has it: for few rows, that groups of the weight's rows divide the result's."""
     products = group.products
     if "unary" in group and plain_function(group["unary"]) is None:
-        return False
+        return "no kernel for the function"
     if group.pattern != "glu" and is_many(products[0].node):
         fits = can_have_epilogue(products[0].node)
     else:
         fits = all(_is_few(p, group.result.ne) for p in products)
-    return fits and _in_rows(group.result) and all(_is_simple(p) for p in products)
+    fits = fits and _in_rows(group.result) and all(_is_simple(p) for p in products)
+    return None if fits else "no kernel for all"
 
 
 def _is_simple(product: Product) -> bool:
@@ -270,7 +271,7 @@ def _in_rows(t: Tensor) -> bool:
     return t.dtype is DType.F32 and t.is_contiguous_rows()
 
 
-@group_rule("mul_mat_add", "mul_mat_unary", "glu", condition=_can_fuse)
+@RULES.rule(("mul_mat_add", "mul_mat_unary", "glu"), _has_epilogue)
 def _product_group(group: Group, ctx: LoweringContext) -> None:
     result, products = group.result, group.products
     function = plain_function(group["unary"]) if "unary" in group else None

@@ -23,7 +23,7 @@ from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels import convert, norm, rope
 from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.backends.llvm.kernels.convert import WRITERS, can_convert
-from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, group_rule, name
+from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.tensor import Ne, Tensor
@@ -45,17 +45,18 @@ def _norm(node: Tensor, ctx: LoweringContext) -> None:
     ctx.launch_rows(norm.normalise, params, [float(node.params["eps"])], node.ne, [node, a], _NORM)
 
 
-def _takes_norm(group: Group) -> bool:
+def _of_rows(group: Group) -> str | None:
     if any(node is not group.parts.get("add") for node in group.kept):
-        return False
+        return "a result other than the sum is kept"
     first = group.parts.get("add", group["norm"])
     tensors = [group.result, *(s for s in first.src if s is not None)]
     tensors += [group.other(part) for part in ("mul", "shift") if part in group]
     n = group.result.ne[0]
-    return all(t.dtype is DType.F32 and t.is_contiguous_rows() and t.ne[0] == n for t in tensors)
+    in_rows = all(t.dtype is DType.F32 and t.is_contiguous_rows() and t.ne[0] == n for t in tensors)
+    return None if in_rows else "not in rows of f32"
 
 
-@group_rule("norm", condition=_takes_norm)
+@RULES.rule("norm", _of_rows)
 def _norm_group(group: Group, ctx: LoweringContext) -> None:
     node, result = group["norm"], group.result
     first = group.parts.get("add", node)
@@ -130,12 +131,14 @@ def _rotate(node: Tensor, cache: Tensor | None, ctx: LoweringContext) -> None:
     ctx.launch(rope.rope, params, args, ctx.chunks(node.n_elements * _ROPE, node.ne[2] * node.ne[3]))
 
 
-def _takes_rope_set_rows(group: Group) -> bool:
+def _to_cache(group: Group) -> str | None:
     cache, n = group.result, group["rope"].ne[0]
-    return cache.dtype in FLOATS or (name(cache) in WRITERS and n % 32 == 0 and n <= 2 * rope.MOST_PAIRS)
+    if cache.dtype in FLOATS or (name(cache) in WRITERS and n % 32 == 0 and n <= 2 * rope.MOST_PAIRS):
+        return None
+    return "no kernel writes such rows"
 
 
-@group_rule("rope_set_rows", condition=_takes_rope_set_rows)
+@RULES.rule("rope_set_rows", _to_cache)
 def _rope_set_rows(group: Group, ctx: LoweringContext) -> None:
     _rotate(group["rope"], group.result, ctx)
 
