@@ -14,7 +14,7 @@ from pathlib import Path
 from ggmlb import Context, DType, Graph
 from ggmlb.backends.common.fusion import Group, Item, fuse
 from ggmlb.backends.cuda.kernels import RULES
-from ggmlb.backends.cuda.kernels.products import IN_PIECES
+from ggmlb.backends.cuda.kernels.products import IN_SUB_BLOCKS
 from ggmlb.backends.gpu import Kernel, Launch, PreparedOperand, Target, lower
 from ggmlb.backends.gpu.source import PORTABLE
 
@@ -73,7 +73,7 @@ def hot() -> dict[str, Variant]:
     """Return the kernels that a model's speed hangs on, under the names that the table gives them."""
     found: dict[str, Variant] = {}
     common = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16)
-    for dtype in (*sorted(IN_PIECES), DType.F32, DType.F16, DType.BF16):
+    for dtype in (*sorted(IN_SUB_BLOCKS), DType.F32, DType.F16, DType.BF16):
         for n in (1, 8, 64) if dtype in common else (1,):
             ctx = Context()
             w, x = ctx.new_tensor(dtype, (4096, 14336)), ctx.new_tensor(DType.F32, (4096, n))

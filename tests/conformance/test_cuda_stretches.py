@@ -65,7 +65,7 @@ def test_elements(stream: CudaBackend, ne: tuple[int, ...], per: str | None, wha
 
     macros = beside_cpu(stream, build)
     if stream.device.target.n_units == 2 and what not in ("row", "permuted") and per is not None:
-        assert macros[-1].get("PER") == per
+        assert macros[-1].get("PER_LANE") == per
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, init_by_name
-from ggmlb.backends.cuda.kernels.products import IN_PIECES
+from ggmlb.backends.cuda.kernels.products import IN_SUB_BLOCKS
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
 
@@ -37,7 +37,7 @@ def check(stream: Backend, build: Callable[[Context], Tensor], fill: Fill | None
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 32, 33])
-@pytest.mark.parametrize("dtype", sorted(IN_PIECES), ids=str)
+@pytest.mark.parametrize("dtype", sorted(IN_SUB_BLOCKS), ids=str)
 def test_quantised_products(stream: Backend, dtype: DType, n: int) -> None:
     check(stream, lambda c: c.mul_mat(c.new_tensor(dtype, (4096, 259)), c.new_tensor(DType.F32, (4096, n))))
 

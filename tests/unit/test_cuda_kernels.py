@@ -15,7 +15,7 @@ from ggmlb import Context, DType
 from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cuda.cublas import Gemm
 from ggmlb.backends.cuda.kernels import PACKAGE, Step
-from ggmlb.backends.cuda.kernels.products import IN_PIECES
+from ggmlb.backends.cuda.kernels.products import IN_SUB_BLOCKS
 from ggmlb.backends.cuda.lowering import CudaLowering
 from ggmlb.backends.gpu import RULES, Launch, Target
 from ggmlb.backends.gpu.kinds import BoundItems
@@ -79,7 +79,7 @@ def test_every_kernel_is_reached_from_the_golden_programs() -> None:
     assert reached >= OWN
 
 
-@pytest.mark.parametrize("dtype", sorted(IN_PIECES), ids=str)
+@pytest.mark.parametrize("dtype", sorted(IN_SUB_BLOCKS), ids=str)
 def test_long_rows_in_pieces(dtype: DType) -> None:
     """Several tiles a row, the last one not full, shared by warps; rows that are no multiple of 16 bytes."""
     ctx = Context()

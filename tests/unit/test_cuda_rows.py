@@ -31,7 +31,9 @@ def shared(node: Tensor) -> tuple[int, ...]:
     """Return work-items of a group and of a row, and elements of each of these, in all and at once."""
     (launch,) = lower(node, CARD)
     macros = dict(launch.defines)
-    return launch.wg, *(int(macros.get(key, n)) for key, n in (("LANES", launch.wg), ("PER", 0), ("VEC", 0)))
+    return launch.wg, *(
+        int(macros.get(key, n)) for key, n in (("LANES", launch.wg), ("PER_LANE", 0), ("VEC", 0))
+    )
 
 
 def check(

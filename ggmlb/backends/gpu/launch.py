@@ -290,13 +290,13 @@ def stretched(target: Target, name: str, mems: Sequence[Mem], vec: int, **define
         if ne[0] * 4 >= n_stretches * per * wg * 3:
             break
     groups = min(n_stretches * ne[1] * ne[2] * ne[3], 1 << 20)
-    return launch(name, mems, (groups, 1, 1), wg, PER=per, SURE=0, VEC=vec, **defines)
+    return launch(name, mems, (groups, 1, 1), wg, PER_LANE=per, FULL_ITERS=0, VEC=vec, **defines)
 
 
 def _shared(share: Share, vec: int) -> dict[str, str | int]:
     """Return the macros of a share."""
     lanes = {"LANES": share.lanes} if share.lanes != share.wg else {}
-    return {**lanes, "PER": share.per, "SURE": share.sure, "VEC": vec}
+    return {**lanes, "PER_LANE": share.per, "FULL_ITERS": share.sure, "VEC": vec}
 
 
 def in_registers(

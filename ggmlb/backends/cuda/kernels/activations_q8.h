@@ -1,39 +1,40 @@
-/* Activations in 8 bits, as quantize_q8 writes them: for each row, padded to 256 elements,
-   - the numbers: of 256 elements, that is eight pieces, the first 16 bytes of each and then the last 16 of each, so
-     that threads with neighbouring pieces read neighbouring vectors;
-   - for each piece its step, a float, and the sums of its first and last 16 numbers, two shorts. */
+/* Activations quantised to 8 bits, as quantize_q8 writes them. Each row is padded to 256 elements and has
+   - quants: for each 256 elements (eight sub-blocks of 32), the first 16 bytes of every sub-block, then the last 16 of
+     every one, so that threads with neighbouring sub-blocks read neighbouring 16-byte vectors;
+   - scale_sums: for each sub-block its scale (a float) and the sums of its first and last 16 quants (two shorts). */
 #define PADDED(n) (((n) + 255) & ~255)
-#define Q8_AT(piece, half) (256*((piece) >> 3) + 128*(half) + 16*((piece) & 7))
+#define Q8_AT(sub_block, half) (256*((sub_block) >> 3) + 128*(half) + 16*((sub_block) & 7))
 
-#define EACH_PIECE_ UNROLL for (int j = 0; j < N; j++)
-/* a word whose lowest byte is the nearest whole number: 1.5*2^23 more than that has no bits for fractions */
+#define EACH_SUB_BLOCK_ UNROLL for (int j = 0; j < N; j++)
+/* Round to the nearest integer, which is then the lowest byte: floats at 1.5*2^23 have no fraction bits. */
 DEVICE_FN uint rounded(float x) { return AS_UINT(x + 12582912.0f); }
 
-/* Eight neighbouring threads have four elements each of a piece of 32, or of N pieces, `apart` from one to the next:
-   each writes its numbers, and the first one the facts. All threads of the warp come here, with what is before n_pieces
-   or not. */
-template <int N> DEVICE_FN void quantize4(const float4 *x, GLOBAL char *numbers, GLOBAL char *facts, int piece, int apart,
-                                          int n_pieces)
+/* Quantise N sub-blocks, `apart` from one to the next. Eight neighbouring threads share a sub-block, four elements each;
+   the first of them writes scale_sums. Every thread of the warp must call this (shuffles); only sub-blocks before
+   n_sub_blocks are written. */
+template <int N> DEVICE_FN void quantize4(const float4 *x, GLOBAL char *quants, GLOBAL char *scale_sums, int sub_block,
+                                          int apart, int n_sub_blocks)
 {
     const int part = LOCAL_ID & 7;
-    float most[N];
+    float amax[N];
     uint word[N];
     int sum[N], other[N];
-    EACH_PIECE_ most[j] = FMAX(FMAX(FABS(x[j].x), FABS(x[j].y)), FMAX(FABS(x[j].z), FABS(x[j].w)));
-    UNROLL for (int o = 1; o < 8; o <<= 1) EACH_PIECE_ most[j] = FMAX(most[j], __shfl_xor_sync(0xffffffffu, most[j], o));
-    EACH_PIECE_ {
-        const float up = most[j] > 0.0f ? __fdividef(127.0f, most[j]) : 0.0f;
+    EACH_SUB_BLOCK_ amax[j] = FMAX(FMAX(FABS(x[j].x), FABS(x[j].y)), FMAX(FABS(x[j].z), FABS(x[j].w)));
+    UNROLL for (int o = 1; o < 8; o <<= 1) EACH_SUB_BLOCK_ amax[j] = FMAX(amax[j], __shfl_xor_sync(0xffffffffu, amax[j], o));
+    EACH_SUB_BLOCK_ {
+        const float up = amax[j] > 0.0f ? __fdividef(127.0f, amax[j]) : 0.0f;
         word[j] = __byte_perm(__byte_perm(rounded(x[j].x*up), rounded(x[j].y*up), 0x0040u),
                               __byte_perm(rounded(x[j].z*up), rounded(x[j].w*up), 0x0040u), 0x5410u);
         sum[j] = __dp4a((int)word[j], 0x01010101, 0);
     }
-    UNROLL for (int o = 1; o < 4; o <<= 1) EACH_PIECE_ sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], o);
-    EACH_PIECE_ other[j] = __shfl_xor_sync(0xffffffffu, sum[j], 4);
-    EACH_PIECE_ {
-        const int p = piece + j*apart;
-        if (p >= n_pieces) break;
-        *(GLOBAL uint *)(numbers + Q8_AT(p, part >> 2) + 4*(part & 3)) = word[j];
+    UNROLL for (int o = 1; o < 4; o <<= 1) EACH_SUB_BLOCK_ sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], o);
+    EACH_SUB_BLOCK_ other[j] = __shfl_xor_sync(0xffffffffu, sum[j], 4);
+    EACH_SUB_BLOCK_ {
+        const int p = sub_block + j*apart;
+        if (p >= n_sub_blocks) break;
+        *(GLOBAL uint *)(quants + Q8_AT(p, part >> 2) + 4*(part & 3)) = word[j];
         if (part == 0)
-            *(GLOBAL int2 *)(facts + 8*p) = make_int2((int)AS_UINT(most[j]*(1.0f/127.0f)), (sum[j] & 0xffff) | other[j] << 16);
+            *(GLOBAL int2 *)(scale_sums + 8*p) =
+                make_int2((int)AS_UINT(amax[j]*(1.0f/127.0f)), (sum[j] & 0xffff) | other[j] << 16);
     }
 }

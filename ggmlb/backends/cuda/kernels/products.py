@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.base import Step
     from ggmlb.backends.gpu import Target
 
-IN_PIECES = types_with("INTEGERS", "pieces.h", package=PACKAGE)
+IN_SUB_BLOCKS = types_with("QUANTS", "sub_blocks.h", package=PACKAGE)
 """Types that the kernels multiply as integers."""
 
 FEW_COLUMNS = 8
@@ -119,14 +119,14 @@ def _in_vectors(b: Tensor, *weights: Tensor | Mem) -> bool:
 
 def _is_small(a: Tensor, b: Tensor) -> bool:
     """Whether a product has too few columns for cuBLAS."""
-    return b.ne[1] <= (FEW_COLUMNS_Q8 if a.dtype in IN_PIECES else FEW_COLUMNS)
+    return b.ne[1] <= (FEW_COLUMNS_Q8 if a.dtype in IN_SUB_BLOCKS else FEW_COLUMNS)
 
 
 def _not_small(target: Target, b: Tensor, *weights: Tensor) -> str | None:
     """Return why `_small` does not compute products of `b` with weights."""
     if not _is_small(weights[0], b):
         return "many columns"
-    if weights[0].dtype not in IN_PIECES and not _in_vectors(b, *weights):
+    if weights[0].dtype not in IN_SUB_BLOCKS and not _in_vectors(b, *weights):
         return "rows that are no vectors of 16 bytes"
     return too_many_groups(target, 1, b.ne[2] * b.ne[3])
 
@@ -142,7 +142,7 @@ def _small(
     also: dict[str, str | int] = {"ADDED": 1} if bias is not None else {}
     if glu is not None:
         also["GLU"] = f"glu_{glu.op.name.lower()}"
-    if a.dtype not in IN_PIECES:
+    if a.dtype not in IN_SUB_BLOCKS:
         x, y, flags = _shape(target, a, n, n_matrices, 512 // a.dtype.type_size)
         mems = [a, Mem.of(b), *others]
         return [_kernel("mul_mat_vec16", mems, numbers, (x, y, n_matrices), **flags, **also)]
@@ -192,7 +192,7 @@ def _glu(group: Group, target: Target) -> list[Step | PreparedOperand]:
 
 def _rows_of_experts(node: Tensor, target: Target) -> str | None:
     a, b = node.operand(0), node.operand(1)
-    if a.dtype not in IN_PIECES and not _in_vectors(b, a):
+    if a.dtype not in IN_SUB_BLOCKS and not _in_vectors(b, a):
         return "rows that are no vectors of 16 bytes"
     return too_many_groups(target, *node.operand(2).ne[:2])
 
@@ -202,7 +202,7 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
     a, b, ids = node.operand(0), node.operand(1), node.operand(2)
     slots, tokens = ids.ne[0], ids.ne[1]
     ends = [Mem.of(ids), BadIndex(node, a.ne[2]).mem, Mem.of(node)]
-    if a.dtype not in IN_PIECES:
+    if a.dtype not in IN_SUB_BLOCKS:
         x, _, flags = _shape(target, a, 1, slots * tokens, 512 // a.dtype.type_size)
         return [_kernel("mul_mat_id_vec16", [Mem.of(a), Mem.of(b), *ends], (), (x, slots, tokens), **flags)]
     forms, activations, fused = _activations(b, 1)

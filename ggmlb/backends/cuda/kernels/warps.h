@@ -1,17 +1,17 @@
-/* Rows of a that the warps of a group share: SPLIT warps have ROWS of them, and each takes its part of the columns. */
+/* Work split of matrix-vector kernels: SPLIT warps of a block share ROWS rows of a, each a part of the columns. */
 #define WARP (LOCAL_ID/32)
 #define LANE (LOCAL_ID & 31)
-#define SETS (WG/32/SPLIT)                                   /* of rows in a group */
+#define SETS (WG/32/SPLIT)                                   /* sets of rows per block */
 #define FIRST_ROW ((GROUP_ID(0)*SETS + WARP/SPLIT)*ROWS)
 
-/* The matrices of b and d that a group has, and the row m of x, the weights, that they meet. With ONE_MATRIX there is nothing to
-   divide, which is a good part of what a group does before its first load. */
+/* The batch indices i2, i3 of this block in d, and row m of x, the weights, for them. With ONE_MATRIX no division is needed,
+   which would be a large part of the time before the first load. */
 #define MATRIX(ne2) const int i2 = ONE_MATRIX ? 0 : GROUP_ID(2) % (ne2), i3 = ONE_MATRIX ? 0 : GROUP_ID(2)/(ne2);
 #define ROW_OF(x, m) ROW(x, MIN_(m, x##_ne1 - 1), ONE_MATRIX ? 0 : i2/r2, ONE_MATRIX ? 0 : i3/r3)
 
 #define SUMS (ROWS*COLUMNS)
-/* Add up what all threads have; thread i of the first of the warps that share rows gets sum i of row i/COLUMNS. For each
-   bit of i, threads send the sums of the other half and keep theirs. partial: shared memory for all sums. */
+/* Reduce the sums over all threads; thread i of the first warp of a set gets sum i (row i/COLUMNS). For each bit of i,
+   threads exchange halves of their sums and keep the other half. partial: shared memory for the sums of all warps. */
 DEVICE_FN float share_sums(float *sum, float *partial)
 {
     UNROLL
@@ -30,15 +30,15 @@ DEVICE_FN float share_sums(float *sum, float *partial)
     }
     return x;
 }
-/* write the sum that the thread has, if any, of row r and column c */
+/* write this thread's sum, if it has one: row r, column c */
 #define WRITE_SUMS(write) \
     if (WARP % SPLIT == 0) { \
         const int r = LANE/COLUMNS, c = LANE % COLUMNS; \
         if (r < ROWS && r < n_rows && c < n_columns) write; \
     }
 
-/* With ADDED, a bias is added, a row or a whole matrix; with GLU, its name, the sums are those of a gated unit: v is
-   activated, and w, the product with g, is the gate's other half. */
+/* Epilogue. ADDED: a bias is added, one row or a whole matrix. GLU (its name): v, the product with a, is activated; w, the
+   product with g, is the gate's other half. */
 #ifdef ADDED
 #define PLUS(bias, v) ((v) + LD(bias, m + r, n + c, i2, i3))
 #else
@@ -52,5 +52,5 @@ DEVICE_FN float share_sums(float *sum, float *partial)
 #define IF_GLU(...)
 #define RESULT PLUS(bias, v)
 #endif
-/* what the warps share for one product may be written for the next */
+/* barrier before shared memory is reused for the next product */
 #define NEXT_PRODUCT if (SPLIT > 1) __syncthreads();

@@ -1,9 +1,9 @@
-/* The functions of map (fn_), combine (fn2_) and glu (glu_), by the names of ggml's ops in lower case. */
-/* Comparisons are ggml's, and false for NaN: some of these are numbers for it. FMIN and FMAX differ by compiler there. */
+/* Element functions by ggml op name in lower case: of map (fn_), combine (fn2_) and glu (glu_). */
+/* NaN inputs give what ggml gives, sometimes a number: comparisons with NaN are false. FMIN and FMAX differ by compiler. */
 #define FN_(name, expr) DEVICE_FN float fn_##name(float x, float p0, float p1, float p2, float p3) { return (expr); }
 DEVICE_FN float gelu_tanh(float x) 
 {
-    return x < -100.0f ? 0.0f : 0.5f*x*(1.0f + TANH(0.797884561f*x*(1.0f + 0.044715f*x*x)));   /* 0 of -inf, too */
+    return x < -100.0f ? 0.0f : 0.5f*x*(1.0f + TANH(0.797884561f*x*(1.0f + 0.044715f*x*x)));   /* 0 for -inf as well */
 }
 DEVICE_FN float sigmoid(float x) { return 1.0f/(1.0f + EXP(-x)); }
 DEVICE_FN float softplus(float x) { return x > 20.0f ? x : LOG1P(EXP(x)); }

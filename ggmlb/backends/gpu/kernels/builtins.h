@@ -1,5 +1,5 @@
-/* Declarations of the builtin functions of OpenCL C that the kernels call, for compilers that are told to leave their own
-   out: PoCL parses 18,000 lines of them before each program (opencl/pocl.py). */
+/* Declarations of the OpenCL C builtins that the kernels call. PoCL parses 18,000 lines of its own for each program,
+   which opencl/pocl.py switches off. */
 #define BUILTIN_ __attribute__((overloadable))
 #define PURE_    __attribute__((overloadable, const))
 PURE_ size_t get_local_id(uint);

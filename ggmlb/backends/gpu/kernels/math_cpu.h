@@ -1,24 +1,24 @@
-/* Functions of a float as plain arithmetic, which compilers vectorise: for CPU-type devices, where a builtin
-   is a call per element. Polynomials are least-maximum fits; errors are below 4e-7 of the result or of 1. */
+/* Float functions in plain arithmetic, which compilers vectorise, for CPU-type devices, where a builtin is one call per
+   element. Minimax polynomials; the error is below 4e-7, relative or absolute. */
 DEVICE_FN float exp_(float x)
 {
     const float c = x > 88.72283f ? 88.72283f : x < -87.33654f ? -87.33654f : x;
     const float t = c*1.44269504f;
     const int n = (int)(t + (t < 0.0f ? -0.5f : 0.5f));
     const float f = (float)n;
-    const float r = (c - f*0.693359375f) + f*2.12194440e-4f;     /* ln 2 in two parts */
+    const float r = (c - f*0.693359375f) + f*2.12194440e-4f;     /* ln 2 as a sum of two floats */
     float p = 0.00139505963f;
     p = p*r + 0.00836895406f;
     p = p*r + 0.0416662060f;
     p = p*r + 0.166665182f;
     p = p*r + 0.5f;
     p = p*r*r + r + 1.0f;
-    const float half_scale = AS_FLOAT((uint)(n + 126) << 23);    /* 2^(n-1): n = 128 has no float of its own */
+    const float half_scale = AS_FLOAT((uint)(n + 126) << 23);    /* 2^(n-1), as 2^128 is no float */
     const float y = p*half_scale*2.0f;
     return x > 88.72283f ? AS_FLOAT(0x7f800000u) : x < -87.33654f ? 0.0f : x != x ? x : y;
 }
 
-DEVICE_FN float round_(float x)     /* halves away from zero */
+DEVICE_FN float round_(float x)     /* ties away from zero */
 {
     const float t = TRUNC(x);
     return FABS(x - t) >= 0.5f ? t + (x < 0.0f ? -1.0f : 1.0f) : t;
@@ -61,7 +61,7 @@ DEVICE_FN float erf_(float x)
     q = q*t + 0.116097033f;
     q = q*t + 0.512871325f;
     q = q*t + 1.0f;
-    const float y = c*p/q;      /* no more than 1: 1 - erf has the right sign */
+    const float y = c*p/q;      /* capped at 1, so that 1 - erf is not negative */
     return y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y;
 }
 

@@ -1,7 +1,7 @@
-/* What the products share. d(m, n) = row m of a . row n of b. a has any type, b a plain one; rows are contiguous.
+/* Shared by the matrix products: d(m, n) = row m of a . row n of b. a has any type, b a plain one; rows are contiguous.
 
-   a's matrices serve r2*r3 times as many of b: matrix i2 of b meets matrix i2/r2 of a. REST says that rows are
-   not a whole number of groups of eight (plain types only): the last group is filled up with zeros. */
+   Broadcasting: matrix i2 of b is multiplied by matrix i2/r2 of a (r3 likewise). With REST (plain types only), rows are
+   no multiple of eight elements: the last group of eight is padded with zeros. */
 #include "tensors.h"
 #include "rows_k.h"
 
@@ -19,15 +19,15 @@ DEVICE_FN F8 tail8_b(CGLOBAL char *row, int n) { return MAKE_F8(B_); }
 #define IF_REST(code)
 #endif
 
-/* with ADDED, a bias is added to the product: one row, or a residual as large as d */
+/* epilogue of ADDED: a bias is added, one row, or a residual as large as d */
 #ifdef ADDED
 #define IF_ADDED(...) __VA_ARGS__
 #else
 #define IF_ADDED(...)
 #endif
 
-/* Columns of a panel or tile: where each is read and where its products go [bytes], so that those of a product and
-   those that a matrix of experts meets look alike. */
+/* Columns of a panel or tile: byte offsets of where each is read and where its products are written, so that columns of
+   mul_mat and those routed to an expert look alike. */
 #define COLUMN_LISTS(most) LOCAL_ARRAY(i64_t, from, most); LOCAL_ARRAY(i64_t, to, most);
 #define LIST_COLUMNS(n0, n) \
     for (int c = LOCAL_ID; c < (n); c += WG) { \
@@ -35,7 +35,7 @@ DEVICE_FN F8 tail8_b(CGLOBAL char *row, int n) { return MAKE_F8(B_); }
         to[c] = (i64_t)((n0) + c)*d_nb1 + (i64_t)i2*d_nb2 + (i64_t)i3*d_nb3; \
     }
 
-/* The pairs (slot, token) that ids sends to an expert, counted by stretches, of which each work-item has one. */
+/* Pairs (slot, token) that ids routes to an expert: each work-item counts its own range of pairs. */
 #define N_PAIRS (ids_ne0*ids_ne1)
 #define EACH_PAIR(p, expert) \
     for (int p = LOCAL_ID*PER_ITEM_, end_ = MIN_(N_PAIRS, p + PER_ITEM_); p < end_; p++) \
@@ -49,7 +49,7 @@ DEVICE_FN F8 tail8_b(CGLOBAL char *row, int n) { return MAKE_F8(B_); }
     BARRIER(); \
     n_pairs = 0; \
     for (int l = 0; l < WG; l++) { if (l == LOCAL_ID) first_ = n_pairs; n_pairs += counts[l]; }
-/* pairs of no expert are on no list; one group looks for them */
+/* indices out of range belong to no expert: one work-group checks for them */
 #define NOTE_BAD_PAIRS \
     if (GROUP_ID(0) + GROUP_ID(1) + GROUP_ID(2) == 0) \
         for (int p = LOCAL_ID; p < N_PAIRS; p += WG) IS_ROW(LD(ids, p % ids_ne0, p/ids_ne0, 0, 0), a_ne2, bad);

@@ -1,12 +1,12 @@
-/* The portable kernel dialect, CUDA C++ side (NVRTC or nvcc); prelude_opencl.h is its twin.
+/* The portable kernel dialect, CUDA C++ side (NVRTC or nvcc); prelude_opencl.h is the OpenCL side.
 
-   Needs no header at all: half conversions are PTX. The host defines WG, the block size: 1, or a multiple of 32;
-   and LANES, where less than a block has a row: a power of two, up to 32.
-   GROUPS_AT_ONCE is how many blocks a multiprocessor shall have room for. A file that says so leaves its kernels the
-   registers that they need: left alone, the compiler spills some for the sake of more blocks. */
+   Needs no header: half conversions are PTX. The host defines WG, the block size: 1, or a multiple of 32; and LANES, the
+   threads per row where rows share a block: a power of two, up to 32.
+   MIN_BLOCKS_PER_SM is the second argument of __launch_bounds__; 0 lets kernels use all registers that they need, where the
+   compiler would spill for the sake of occupancy. */
 
-#define GROUPS_AT_ONCE 0
-#define KERNEL       extern "C" __global__ __launch_bounds__(WG, GROUPS_AT_ONCE) void
+#define MIN_BLOCKS_PER_SM 0
+#define KERNEL       extern "C" __global__ __launch_bounds__(WG, MIN_BLOCKS_PER_SM) void
 #define DEVICE_FN    static __device__ __forceinline__
 #define GLOBAL
 #define CGLOBAL      const
@@ -39,7 +39,7 @@ typedef long long i64_t;
 
 #define HALF_FROM_BITS(u) half_to_float_(u)
 #define HALF_BITS(f) float_to_half_(f)
-/* aligned ones */
+/* aligned addresses */
 #define LOAD_UINT4(p) (*(const uint4 *)(p))
 #define LOAD_UINT2(p) (*(const uint2 *)(p))
 #define STORE_UINT4(p, v) (*(uint4 *)(p) = (v))
@@ -50,7 +50,7 @@ typedef long long i64_t;
 #define AS_FLOAT(u)  __uint_as_float(u)
 #define AS_UINT(f)   __float_as_uint(f)
 #define FMA(a, b, c) fmaf((a), (b), (c))
-#define PRODUCT(a, b) __fmul_rn((a), (b))     /* rounded by itself, before anything is added */
+#define PRODUCT(a, b) __fmul_rn((a), (b))     /* never contracted to an FMA */
 #define SQRT(x)      sqrtf(x)
 #define RSQRT(x)     rsqrtf(x)
 #define FABS(x)      fabsf(x)
@@ -70,7 +70,7 @@ typedef long long i64_t;
 #define TANH(x)      tanhf(x)
 #define ERF(x)       erff(x)
 
-/* eight floats, and eight bytes: the operators that OpenCL C has built in */
+/* vectors of eight floats or bytes, with the operators that OpenCL C has built in */
 template <typename T> struct eight_ { T v[8]; };
 typedef eight_<float> F8;
 typedef eight_<uchar> U8;
@@ -109,7 +109,7 @@ DEVICE_FN U8 LOAD_U8_ALIGNED(const uchar *p)
     EACH_OF_8_(r.v[j_] = (uchar)(bits >> 8*j_))
     return r;
 }
-/* A byte is the lowest bits of 2^23 and itself: the instruction that converts bytes takes four times as long. */
+/* byte to float by way of the mantissa of 2^23: the conversion instruction has a quarter of the throughput */
 DEVICE_FN F8 F8_FROM_U8(U8 q) { F8 r; EACH_OF_8_(r.v[j_] = AS_FLOAT(0x4b000000u | q.v[j_]) - 8388608.0f) return r; }
 DEVICE_FN F8 F8_FROM_I8(U8 q)
 { F8 r; EACH_OF_8_(r.v[j_] = AS_FLOAT(0x4b000000u | (q.v[j_] ^ 0x80u)) - 8388736.0f) return r; }
@@ -118,8 +118,8 @@ DEVICE_FN F8 F8_LOOKUP(const i8_t *table, U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (fl
 DEVICE_FN float F8_SUM(F8 a)
 { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
 
-/* The threads of LANES that share a row get the result; where they are 32 or more, they find what the others wrote before
-   it. s: LOCAL float[WG] */
+/* Reduce over the LANES threads of a row; each gets the result. With LANES of 32 or more it is a block barrier, too.
+   s: LOCAL float[WG] */
 #ifndef LANES
 #define LANES WG
 #endif
@@ -127,7 +127,7 @@ DEVICE_FN float F8_SUM(F8 a)
     UNROLL for (int o_ = LANES < 32 ? LANES/2 : 16; o_ > 0; o_ >>= 1) x = OP(x, __shfl_xor_sync(0xffffffffu, x, o_));
 #if WG == 1
 #define WG_REDUCE_(OP, ID) return x;
-#elif LANES < 32   /* whose row lies in registers: nobody reads what others wrote */
+#elif LANES < 32   /* rows held in registers need no barrier */
 #define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) return x;
 #else
 #define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) if (LANES > 32) { const int l_ = LOCAL_ID; __syncthreads(); \

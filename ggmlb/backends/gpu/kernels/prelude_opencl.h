@@ -1,9 +1,8 @@
-/* The portable kernel dialect, OpenCL C 1.2 side; prelude_cuda.h is its twin.
+/* The portable kernel dialect, OpenCL C 1.2 side; prelude_cuda.h is the CUDA side.
 
-   The host defines WG, the work-group size: a power of two, 1 on CPU-type devices. There a work-item has a
-   row to itself, the compiler vectorises its loops, and ON_CPU is defined. LANES, another power of two, is defined
-   where less than a group has a row.
-   PoCL before 4.0 never inlines its builtin functions: with ON_CPU the common ones are spelled out. */
+   The host defines WG, the work-group size: a power of two, 1 on CPU-type devices. There, each work-item has whole rows, the
+   compiler vectorises its loops, and ON_CPU is defined. LANES, a power of two, is defined where rows share a work-group.
+   PoCL before 4.0 never inlines its builtins: with ON_CPU the common ones are written out. */
 #ifdef OWN_BUILTINS
 #include "builtins.h"
 #endif
@@ -14,8 +13,8 @@
 #define GLOBAL       __global
 #define CGLOBAL      __global const
 #define CONSTANT     __constant
-/* The body may be a function of its own (source.py), for groups of one work-item: then local memory is its own, too.
-   PoCL is told late that its place is 0, as in a kernel: with loops known to begin at 0, attention is a tenth slower. */
+/* The kernel body may be a separate function (source.py) for work-groups of one item; its local memory is then its own.
+   LOCAL_ID is a variable that is 0, not a constant: with loops known to start at 0, PoCL's attention is a tenth slower. */
 #ifdef OUTLINED
 enum { local_id_ = 0 };
 #define LOCAL
@@ -46,20 +45,20 @@ typedef long  i64_t;
 
 #define AS_FLOAT(u)  as_float(u)
 #define AS_UINT(f)   as_uint(f)
-#define FMA(a, b, c) ((a)*(b) + (c))     /* contracted; mad() is a call on PoCL */
-DEVICE_FN float PRODUCT(float a, float b)     /* rounded by itself, before anything is added */
+#define FMA(a, b, c) ((a)*(b) + (c))     /* a multiply-add that compilers contract; mad() is a call on PoCL */
+DEVICE_FN float PRODUCT(float a, float b)     /* never contracted to an FMA */
 {
     _Pragma("OPENCL FP_CONTRACT OFF")
     return a*b;
 }
 
-/* Clang's own builtins need its code generator for the processor, as PoCL has it; Intel's and Mesa's clang make SPIR. */
+/* Clang builtins need the processor's code generator, which PoCL has; Intel's and Mesa's clang emit SPIR-V. */
 #if defined(__clang__) && !defined(__SPIR__) && !defined(__SPIRV__)
 #define COMPILES_FOR_CPU_
 #endif
 #if defined(ON_CPU) && defined(COMPILES_FOR_CPU_)
-#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a block whose sums may be vectorised */
-#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* a loop of independent rounds, in place too */
+#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a block in which sums may be vectorised */
+#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* a loop of independent iterations, also if in place */
 #define SQRT(x)      __builtin_sqrtf(x)
 #define FABS(x)      __builtin_fabsf(x)
 #define FLOOR(x)     __builtin_floorf(x)
@@ -100,7 +99,7 @@ typedef uchar u8u_ __attribute__((ext_vector_type(8), aligned(1)));
 #define F8_FROM_I8(q) convert_float8(as_char8(q))
 #define F8_FROM_BITS(b) convert_float8((int8)(b) >> (int8)(0, 1, 2, 3, 4, 5, 6, 7) & 1)
 #endif
-/* the bits of halves, by way of bytes, which may alias any type; words, which may lie in any place */
+/* half bits are read through bytes, which may alias any type; words may be unaligned */
 typedef uchar two_bytes_[2] __attribute__((aligned(2)));
 DEVICE_FN float HALF_FROM_BITS(ushort u)
 {
@@ -136,7 +135,7 @@ DEVICE_FN ushort HALF_BITS(float f)
 #define ERF(x)       erf(x)
 #endif
 
-/* eight floats, and eight bytes */
+/* vectors of eight floats or bytes */
 #define LOAD_U8_ALIGNED(p) (*(CGLOBAL uchar8 *)(p))
 typedef float8 F8;
 typedef uchar8 U8;
@@ -145,7 +144,7 @@ typedef uchar8 U8;
 #define AT8(x, j)    x.s##j
 #define MAKE_F8(E)   ((float8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
 #define MAKE_U8(E)   ((uchar8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
-/* elements of a table of 16 signed bytes */
+/* look up elements of a table of 16 signed bytes */
 #if defined(ON_CPU) && defined(COMPILES_FOR_CPU_) && defined(__SSSE3__)
 DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q)
 {
@@ -159,7 +158,7 @@ DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q) { return MAKE_F8(LOOKUP_); 
 #endif
 DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.lo + s.hi; return t.x + t.y; }
 
-/* every work-item of the LANES that share a row gets the result, and finds what they wrote before it; s: LOCAL float[WG] */
+/* reduce over the LANES work-items of a row; each gets the result; also a barrier. s: LOCAL float[WG] */
 #ifndef LANES
 #define LANES WG
 #endif

@@ -1,8 +1,8 @@
-/* What CUDA C++ has no name for without its header files, as PTX. All inline assembly stands here. */
+/* Instructions that CUDA C++ only names in its header files, as inline PTX: all of it is in this file. */
 DEVICE_FN float half_to_float_(ushort h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
 DEVICE_FN ushort float_to_half_(float f) { ushort h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 
-/* c + four products of bytes, unsigned ones of a and signed ones of b */
+/* c + dot product of four unsigned bytes (a) and four signed bytes (b) */
 DEVICE_FN int dp4a_unsigned_(int a, int b, int c)
 {
     int d;
@@ -10,7 +10,7 @@ DEVICE_FN int dp4a_unsigned_(int a, int b, int c)
     return d;
 }
 
-/* 16 aligned bytes that are read once, and are better not kept in the first cache */
+/* streaming load of 16 aligned bytes, not kept in L1 */
 DEVICE_FN uint4 load16_once(const void *p)
 {
     uint4 v;
@@ -23,8 +23,8 @@ DEVICE_FN float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f
 
 DEVICE_FN uint shared_address_(const void *p) { return (uint)__cvta_generic_to_shared(p); }
 
-/* four 8x8 matrices of halves from shared memory; thread 8i+j tells where row j of matrix i is, 16 aligned bytes.
-   A thread gets of each matrix two neighbours of row lane/4, or, transposed, of column lane/4. */
+/* ldmatrix: four 8x8 matrices of halves from shared memory; thread 8i+j has the address of row j of matrix i, 16-byte aligned.
+   A thread gets two neighbours of row lane/4 of each matrix, or, transposed, of column lane/4. */
 DEVICE_FN void load_matrices(uint *r, const void *p)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -36,7 +36,7 @@ DEVICE_FN void load_matrices_transposed(uint *r, const void *p)
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address_(p)) : "memory");
 }
 
-/* d, 16x8 in f32, += a, 16x16 halves by rows, times b, 16x8 halves by columns; the warp's threads share them */
+/* mma: d (16x8, f32) += a (16x16 halves, row-major) times b (16x8 halves, column-major), distributed over the warp */
 DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
 {
 #if __CUDA_ARCH__ >= 800
@@ -50,7 +50,7 @@ DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
 #endif
 }
 
-/* 16 aligned bytes to shared memory while the thread goes on, or zeros; copies up to a commit are a group */
+/* cp.async of 16 aligned bytes to shared memory, or zeros; copies up to a commit form a group */
 #if __CUDA_ARCH__ >= 800
 DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
 {
@@ -58,7 +58,7 @@ DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
                  :: "r"(shared_address_(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEVICE_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* until all groups but the last n are there, for this thread */
+/* wait until all but the last n groups of this thread have arrived */
 template <int n> DEVICE_FN void copy_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(n) : "memory"); }
 #else
 DEVICE_FN void copy16_async(void *to, const void *from, bool valid)

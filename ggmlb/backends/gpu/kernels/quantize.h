@@ -1,4 +1,4 @@
-/* Blocks written from rows of FROM: quantize_T(row_a, step, row_d, i) makes block i of row_d, as ggml's reference does. */
+/* Quantisers from FROM (default f32): quantize_T(row_a, step, row_d, i) writes block i of row_d, as ggml's reference does. */
 #ifndef FROM
 #define FROM f32
 #endif
@@ -9,8 +9,8 @@
 #define BLOCK_FN_(T) DEVICE_FN void quantize_block_##T(CGLOBAL char *row_a, i64_t step, GLOBAL char *d, i64_t i)
 #define ST_BYTE(p, v) (*(GLOBAL uchar *)(p) = (uchar)(v))
 
-/* The element of largest magnitude, with its sign: the first of equals; comparisons are false for NaN, which is passed
-   over here and below, as in ggml. Products that ggml rounds before it adds to them are PRODUCTs. */
+/* The element of largest magnitude, with its sign; the first of equals. NaN compares false and is skipped, as in ggml.
+   PRODUCT is used where ggml rounds a product before it adds. */
 DEVICE_FN float extreme32(CGLOBAL char *row_a, i64_t step, i64_t i)
 {
     float best = 0.0f;
@@ -19,10 +19,10 @@ DEVICE_FN float extreme32(CGLOBAL char *row_a, i64_t step, i64_t i)
 }
 DEVICE_FN float inverse(float d) { return d != 0.0f ? 1.0f/d : 0.0f; }
 
-/* an integer; 0 where there is none between low and high, as of NaN: what x86 makes of it */
+/* convert to int; 0 if outside (low, high) or NaN, as x86 truncates */
 DEVICE_FN int whole_in_range(float x, float low, float high) { return x > low && x < high ? (int)x : 0; }
 
-/* 32 levels (x - low)*scale + shift, cut off at top: nibbles, and the fifth bits of each eight in a byte */
+/* quantise to (x - low)*scale + shift, capped at top: nibbles, and the fifth bits of eight elements per byte */
 #define LEVEL_(j) quantum(X_(j), low, scale, shift, top)
 DEVICE_FN int quantum(float x, float low, float scale, float shift, int top)
 {
@@ -58,7 +58,7 @@ BLOCK_FN_(q5_0)
     pack_nibbles(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + QS_q5_0);
 }
 #define MOST_FLOAT_ 3.40282347e38f
-/* least element and step of 2^bits levels, stored first */
+/* minimum and scale of 2^bits levels, stored first */
 DEVICE_FN float range32(CGLOBAL char *row_a, i64_t step, i64_t i, GLOBAL char *d, float top, float *low)
 {
     float least = MOST_FLOAT_, most = -MOST_FLOAT_;
@@ -88,8 +88,8 @@ BLOCK_FN_(q8_0)
     st_f16(d + D_q8_0, scale);
     for (int j = 0; j < 32; j++) st_i8(d + QS_q8_0 + j, whole_in_range(ROUND(X_(j)*up), -129.0f, 128.0f));
 }
-/* The codes are of the nearest levels, the upper of two that are as near, under the scale that takes the largest element
-   to the first level; the scale that is stored fits them best, squares counting as weights, added up in order. */
+/* Codes are the nearest levels (the upper on a tie) under the scale that maps the largest element to the first level; the
+   stored scale is the least-squares fit weighted by the squares, summed in order. */
 DEVICE_FN int nearest_iq4nl(float x)
 {
     int below = 0;

@@ -1,13 +1,12 @@
-/* Rows read eight elements at a time, whatever their type T: deq8_T(row, g) gives elements 8g to 8g+7.
+/* Rows dequantised eight elements at a time, for any type T: deq8_T(row, g) gives elements 8g to 8g+7.
 
-   Quantised blocks are read in ggml's own layout. Groups of eight never cross a block, and in every format their
-   bits lie in eight neighbouring bytes, so that a few vector operations decode them. A type is told by its block b
-   and the group r within it:
+   Quantised blocks are read in ggml's layout. A group of eight never crosses a block, and its bits are in eight neighbouring
+   bytes in every format, so that few vector operations unpack them. For block b and group r within it:
 
-       GROUPS_T, BYTES_T      groups in a block, and its size; D_T, QS_T, ... where its fields begin (blocks.h)
-       SHARE_T                how many groups, beginning at a multiple, share scale and minimum
-       SPAN_T                 how many it pays to decode together: their bits lie in the same places again
-       raw8_T(b, r)           the numbers that are stored,
+       GROUPS_T, BYTES_T      groups per block, and bytes per block; D_T, QS_T, ... byte offsets of its fields (blocks.h)
+       SHARE_T                groups, from a multiple on, that share scale and min
+       SPAN_T                 groups worth unpacking together: their bits have the same positions in a byte
+       raw8_T(b, r)           the quants,
        scale_T(b, r)          times this,
        min_T(b, r)            minus this, where HAS_MIN_T */
 #include "blocks.h"

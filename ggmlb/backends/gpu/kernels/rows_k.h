@@ -1,7 +1,7 @@
-/* Rows of the K-quants and their kin: blocks of 256, whose smaller blocks have scales of few bits. */
+/* Dequantised rows of K-quants and similar types: blocks of 256, with sub-blocks whose scales have few bits. */
 #include "rows.h"
 
-/* 6-bit scale and minimum of 32 elements, in the 12 bytes of q4_K and q5_K */
+/* 6-bit scale and min of a sub-block of 32, from the 12 bytes of q4_K and q5_K */
 DEVICE_FN float k4_scale(CGLOBAL char *s, int i)
 {
     return (float)(i < 4 ? BYTE(s + i) & 63 : (BYTE(s + i + 4) & 15) | BYTE(s + i - 4) >> 6 << 4);
@@ -11,7 +11,7 @@ DEVICE_FN float k4_min(CGLOBAL char *s, int i)
     return (float)(i < 4 ? BYTE(s + i + 4) & 63 : BYTE(s + i + 4) >> 4 | BYTE(s + i) >> 6 << 4);
 }
 
-/* 2 bits: 128 elements in 32 bytes, the first 32 in their lowest bits */
+/* 2 bits: 128 elements in 32 bytes, the first 32 in the lowest bits */
 #define HALF_(r)    ((r) >> 4)
 #define QUARTER_(r) ((r) >> 2 & 3)
 #define PLACE_(r)   (8*((r) & 3))
@@ -81,14 +81,14 @@ SCALE(iq4_xs)
 NO_MIN(iq4_xs)
 DEQ8_FN(iq4_xs)
 
-/* ternary */
+/* ternary types */
 TRAITS(tq2_0, 32, 16, 0)
 RAW8(tq2_0) { return F8_FROM_U8(TWO_BITS(b + QS_tq2_0)) - 1.0f; }
 ONE_SCALE_(tq2_0)
 NO_MIN(tq2_0)
 DEQ8_FN(tq2_0)
 
-/* five digits of base 3 a byte, as a fraction of 256: 160 elements, 80, and 16 in bytes of four */
+/* five base-3 digits per byte, as a fraction of 256: 160 elements, then 80, then 16 with four per byte */
 TRAITS(tq1_0, 32, 4, 0)
 #define BYTE3_(j)  BYTE(b + (r < 20 ? QS_tq1_0 + PLACE_(r) + j : r < 30 ? QS2_tq1_0 + 8*(r & 1) + j : QH_tq1_0 + (j & 3)))
 #define DIGIT3_(j) (r < 20 ? r >> 2 : r < 30 ? (r - 20) >> 1 : 2*(r - 30) + (j >> 2))

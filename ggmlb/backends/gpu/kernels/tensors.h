@@ -1,10 +1,10 @@
-/* Tensors as kernel arguments, loops over them, and plain element types.
+/* Tensors as kernel arguments, loops over them, and loads and stores of plain element types.
 
-   A kernel takes IN(x) and OUT(x): a buffer, the byte offset in it, extents and byte strides, as ggml has them.
-   With PACKED_ARGS, all arguments but the buffers are members of args_: an OpenCL runtime copies each argument
-   for every launch. The host declares it, and puts UNPACK(x) for each tensor at the start of the kernel's body.
-   For each, the host defines x_T, the type's name, and x_STEP, the stride of dimension 0: a number where it is
-   known, x_nb0 otherwise, 0 where the row is one element repeated. */
+   IN(x) and OUT(x) declare a kernel argument: a buffer, a byte offset, extents and byte strides, in ggml's order.
+   With PACKED_ARGS, all arguments but the buffers are members of the struct args_, because an OpenCL runtime copies each
+   argument at every launch; the host declares it and puts UNPACK(x) for each tensor at the start of the kernel body.
+   For each tensor the host defines x_T, its type, and x_STEP, the stride of dimension 0: a constant where known, else
+   x_nb0; 0 where a row is one element repeated. */
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
 #ifdef PACKED_ARGS
@@ -32,13 +32,13 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
 #define LD(x, i0, i1, i2, i3)    LD_AT(x, AT(x, i0, i1, i2, i3))
 #define ST(x, i0, i1, i2, i3, v) ST_AT(x, AT(x, i0, i1, i2, i3), v)
 
-/* the rows of x, dealt out to the groups: i1, i2, i3. LANES work-items share one; where these are not the whole group, it
-   has several at a time, of which the last ones may not be there (here_). Divisions cost as much as a row: most need none. */
+/* Loop over the rows of x (i1, i2, i3), a grid-stride loop. LANES work-items share a row; with fewer than WG, a group
+   has several rows at a time, and active_ is 0 for those past the end. Divisions cost as much as a short row: most are skipped. */
 #define N_ROWS_(x) (x##_ne1*x##_ne2*x##_ne3)
-#define ROWS_AT_ONCE_ (WG/LANES)
+#define ROWS_PER_GROUP_ (WG/LANES)
 #define ROW_OF_GROUP_ (LANES == WG ? 0 : LOCAL_ID/LANES)
 #define LANE_ (LANES == WG ? LOCAL_ID : LOCAL_ID % LANES)
-#define IS_FIRST_LANE (LANE_ == 0 && (LANES == WG || here_))
+#define IS_FIRST_LANE (LANE_ == 0 && (LANES == WG || active_))
 #define QUOTIENT_(a, b) ((int)((uint)(a)/(uint)(b)))
 #define INDICES_(x, r) \
     q_ = x##_ne2*x##_ne3 == 1 ? 0 : QUOTIENT_(r, x##_ne1), i1 = (r) - q_*x##_ne1, \
@@ -47,67 +47,66 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
 #define EACH_ROW(x) \
     for (int per_ = (N_ROWS_(x) + NUM_GROUPS(0) - 1)/NUM_GROUPS(0), r_ = GROUP_ID(0)*per_, \
              end_ = r_ + per_ < N_ROWS_(x) ? r_ + per_ : N_ROWS_(x); r_ < end_; r_++) \
-        for (int here_ = 1, INDICES_(x, r_))
+        for (int active_ = 1, INDICES_(x, r_))
 #else
 #define EACH_ROW(x) \
-    for (int first_ = 0, r0_ = GROUP_ID(0)*ROWS_AT_ONCE_; r0_ < N_ROWS_(x); r0_ += NUM_GROUPS(0)*ROWS_AT_ONCE_) \
-        for (int mine_ = r0_ + ROW_OF_GROUP_, here_ = mine_ < N_ROWS_(x), r_ = here_ ? mine_ : r0_, INDICES_(x, r_))
+    for (int first_ = 0, r0_ = GROUP_ID(0)*ROWS_PER_GROUP_; r0_ < N_ROWS_(x); r0_ += NUM_GROUPS(0)*ROWS_PER_GROUP_) \
+        for (int row_ = r0_ + ROW_OF_GROUP_, active_ = row_ < N_ROWS_(x), r_ = active_ ? row_ : r0_, INDICES_(x, r_))
 #endif
 
-/* The work-items of a row share n rounds. With PER, none has more than that many: then a row is read once and written
-   once, and lies in registers between. TAKE reads what x has of it, ROOM makes room, and GIVE writes; VALUE is what x has
-   in round i, and SET_VALUE changes it. Loads come before all stores, which they may not overtake, and are of 16 bytes: VEC
-   neighbours at once, which the host found aligned. Without PER, VALUE and SET_VALUE are x's memory. SURE: so many
-   rounds have all of them. */
-#ifdef PER
-#define HAS_PIECE_(i, n) (piece < SURE/VEC || (i) < (n))
-#define PIECES_(i, condition) \
-    UNROLL for (int piece = 0; piece < PER/VEC; piece++) \
-        for (int i = first_ + (piece*LANES + LANE_)*VEC, once_ = condition; once_; once_ = 0)
+/* Elements of a row over its work-items, in n iterations. With PER_LANE (the maximum of elements per work-item), a row is read
+   once and written once, and held in registers between: REGS declares them, LOAD_ROW loads, STORE_ROW stores; VALUE and
+   SET_VALUE access element i. All loads come before all stores, and are vectors of VEC elements (16 bytes), which the host
+   found aligned. FULL_ITERS: iterations without a bounds check. Without PER_LANE, VALUE and SET_VALUE access memory directly. */
+#ifdef PER_LANE
+#define IN_CHUNKS_(i, n) (chunk < FULL_ITERS/VEC || (i) < (n))
+#define CHUNKS_(i, condition) \
+    UNROLL for (int chunk = 0; chunk < PER_LANE/VEC; chunk++) \
+        for (int i = first_ + (chunk*LANES + LANE_)*VEC, once_ = condition; once_; once_ = 0)
 #if LANES == WG
-#define IS_MINE_(i, n) HAS_PIECE_(i, n)
+#define IS_ACTIVE_(i, n) IN_CHUNKS_(i, n)
 #else
-#define IS_MINE_(i, n) (here_ && HAS_PIECE_(i, n))
+#define IS_ACTIVE_(i, n) (active_ && IN_CHUNKS_(i, n))
 #endif
-#define EACH_PIECE_(i, n) PIECES_(i, IS_MINE_(i, n))
-#define EACH_LANE(i, n) PIECES_(of_piece_, IS_MINE_(of_piece_, n)) \
-    UNROLL for (int k_ = piece*VEC, i = of_piece_; k_ < (piece + 1)*VEC; k_++, i++)
-#define ROOM(x) CAT(value_, x##_T) x##_v[PER];
-#define TAKE_AT(x, row, i, n, place) ROOM(x) EACH_PIECE_(i, n) TAKE_PIECE(x, row, place)
-#define TAKE(x, row, n) TAKE_AT(x, row, i, n, i)
-#define GIVE(x, row, n) EACH_PIECE_(i, n) GIVE_PIECE(x, row, i)
+#define EACH_CHUNK_(i, n) CHUNKS_(i, IS_ACTIVE_(i, n))
+#define EACH_LANE(i, n) CHUNKS_(of_chunk_, IS_ACTIVE_(of_chunk_, n)) \
+    UNROLL for (int k_ = chunk*VEC, i = of_chunk_; k_ < (chunk + 1)*VEC; k_++, i++)
+#define REGS(x) CAT(value_, x##_T) x##_v[PER_LANE];
+#define LOAD_ROW_AT(x, row, i, n, place) REGS(x) EACH_CHUNK_(i, n) LOAD_CHUNK_(x, row, place)
+#define LOAD_ROW(x, row, n) LOAD_ROW_AT(x, row, i, n, i)
+#define STORE_ROW(x, row, n) EACH_CHUNK_(i, n) STORE_CHUNK_(x, row, i)
 #define VALUE(x, row, i)    x##_v[k_]
 #define SET_VALUE(x, row, i, v) x##_v[k_] = (v)
 #define EACH_OF_VEC_(expr) UNROLL for (int j_ = 0; j_ < VEC; j_++) { expr; }
 #if VEC == 1
-#define TAKE_PIECE(x, row, i) x##_v[piece] = LD_ROW(x, row, i);
-#define GIVE_PIECE(x, row, i) ST_ROW(x, row, i, x##_v[piece]);
+#define LOAD_CHUNK_(x, row, i) x##_v[chunk] = LD_ROW(x, row, i);
+#define STORE_CHUNK_(x, row, i) ST_ROW(x, row, i, x##_v[chunk]);
 #else
 #define WORDS_(x) (VEC*CAT(size_, x##_T)/4)
-#define TAKE_PIECE(x, row, i) \
-    if (x##_STEP == 0) { EACH_OF_VEC_(x##_v[piece*VEC + j_] = LD_AT(x, row)) } \
+#define LOAD_CHUNK_(x, row, i) \
+    if (x##_STEP == 0) { EACH_OF_VEC_(x##_v[chunk*VEC + j_] = LD_AT(x, row)) } \
     else { \
         uint w_[4]; \
         load_words(w_, (row) + (i64_t)(i)*x##_STEP, WORDS_(x)); \
-        EACH_OF_VEC_(x##_v[piece*VEC + j_] = CAT(of_words_, x##_T)(w_, j_)) \
+        EACH_OF_VEC_(x##_v[chunk*VEC + j_] = CAT(of_words_, x##_T)(w_, j_)) \
     }
-#define GIVE_PIECE(x, row, i) { \
+#define STORE_CHUNK_(x, row, i) { \
         uint w_[4] = {0, 0, 0, 0}; \
-        EACH_OF_VEC_(CAT(to_words_, x##_T)(w_, j_, x##_v[piece*VEC + j_])) \
+        EACH_OF_VEC_(CAT(to_words_, x##_T)(w_, j_, x##_v[chunk*VEC + j_])) \
         store_words((row) + (i64_t)(i)*x##_STEP, w_, WORDS_(x)); \
     }
 #endif
 #else
 #define EACH_LANE(i, n) VECTORIZE for (int i = LANE_; i < (n); i += LANES)
-#define ROOM(x)
-#define TAKE_AT(x, row, i, n, place)
-#define TAKE(x, row, n)
-#define GIVE(x, row, n)
+#define REGS(x)
+#define LOAD_ROW_AT(x, row, i, n, place)
+#define LOAD_ROW(x, row, n)
+#define STORE_ROW(x, row, n)
 #define VALUE(x, row, i)   LD_ROW(x, row, i)
 #define SET_VALUE(x, row, i, v) ST_ROW(x, row, i, v)
 #endif
 
-/* the elements of x, dealt out to all work-items: i0 to i3; a group has whole rows where WG is 1 */
+/* loop over the elements of x (i0 to i3), grid-stride; with WG 1, over whole rows */
 #if WG == 1
 #define EACH_ELEMENT(x) EACH_ROW(x) EACH_LANE(i0, x##_ne0)
 #else
@@ -118,27 +117,27 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
                  INDICES_(x, r_))
 #endif
 
-/* Each element of d, at the same place as one of x, becomes an expression: of i0 to i3, and of what was taken by then.
-   With PER, LANES work-items have a stretch of a row, PER elements for each, which costs no division for each. */
+/* d(i) = value for each element, an expression of i0 to i3 and of what `loads` has loaded. With PER_LANE, LANES work-items have
+   a segment of a row, PER_LANE elements each, so that indices are divided once per segment. */
 #define ALONG(x)      VALUE(x, ROW(x, i1, i2, i3), i0)
-#define TAKE_ALONG(x) TAKE(x, ROW(x, i1, i2, i3), d_ne0)
-#define MAP_ELEMENTS(d, takes, value) MAP_ROWS(d, d, ROW(d, i1, i2, i3), takes, value)
-#ifdef PER
-#define EACH_STRETCH(x) \
-    for (int here_ = 1, n_stretches_ = (x##_ne0 + PER*LANES - 1)/(PER*LANES), \
-             s_ = GROUP_ID(0)*ROWS_AT_ONCE_ + ROW_OF_GROUP_; s_ < n_stretches_*N_ROWS_(x); \
-         s_ += NUM_GROUPS(0)*ROWS_AT_ONCE_) \
-        for (int r_ = N_ROWS_(x) == 1 ? 0 : n_stretches_ == 1 ? s_ : QUOTIENT_(s_, n_stretches_), \
-                 first_ = (s_ - r_*n_stretches_)*(PER*LANES), INDICES_(x, r_))
-#define MAP_ROWS(x, d, to, takes, value) EACH_STRETCH(x) { MAP_STRETCH(x, d, to, takes, value) }
-#define MAP_STRETCH(x, d, to, takes, value) \
+#define LOAD_ALONG(x) LOAD_ROW(x, ROW(x, i1, i2, i3), d_ne0)
+#define MAP_ELEMENTS(d, loads, value) MAP_ROWS(d, d, ROW(d, i1, i2, i3), loads, value)
+#ifdef PER_LANE
+#define EACH_SEGMENT(x) \
+    for (int active_ = 1, n_segments_ = (x##_ne0 + PER_LANE*LANES - 1)/(PER_LANE*LANES), \
+             s_ = GROUP_ID(0)*ROWS_PER_GROUP_ + ROW_OF_GROUP_; s_ < n_segments_*N_ROWS_(x); \
+         s_ += NUM_GROUPS(0)*ROWS_PER_GROUP_) \
+        for (int r_ = N_ROWS_(x) == 1 ? 0 : n_segments_ == 1 ? s_ : QUOTIENT_(s_, n_segments_), \
+                 first_ = (s_ - r_*n_segments_)*(PER_LANE*LANES), INDICES_(x, r_))
+#define MAP_ROWS(x, d, to, loads, value) EACH_SEGMENT(x) { MAP_SEGMENT(x, d, to, loads, value) }
+#define MAP_SEGMENT(x, d, to, loads, value) \
     GLOBAL char *to_ = to; \
-    takes \
-    ROOM(d) \
+    loads \
+    REGS(d) \
     EACH_LANE(i0, x##_ne0) SET_VALUE(d, to_, i0, value); \
-    GIVE(d, to_, x##_ne0)
+    STORE_ROW(d, to_, x##_ne0)
 #else
-#define MAP_ROWS(x, d, to, takes, value) EACH_ELEMENT(x) ST_ROW(d, to, i0, value);
+#define MAP_ROWS(x, d, to, loads, value) EACH_ELEMENT(x) ST_ROW(d, to, i0, value);
 #endif
 
 /* Whether a tensor has row i, of n: i is data, which may hold anything. The stream's first one out of range is recorded in
@@ -155,7 +154,7 @@ DEVICE_FN int is_row_(i64_t i, int n, GLOBAL char *record, i64_t step)
 }
 
 #define MINUS_INFINITY AS_FLOAT(0xff800000u)
-/* integers in the order of the floats: their maximum is vectorised, that of floats is not */
+/* map floats to integers of the same order: maxima of integers are vectorised, those of floats are not */
 #define ORDER_KEY(f)      ((int)AS_UINT(f) ^ ((int)AS_UINT(f) >> 31 & 0x7fffffff))
 #define FROM_ORDER_KEY(k) AS_FLOAT((uint)((k) ^ ((k) >> 31 & 0x7fffffff)))
 
@@ -167,7 +166,7 @@ DEVICE_FN int   ld_i16(CGLOBAL char *p)  { return *(CGLOBAL short *)p; }
 DEVICE_FN int   ld_i32(CGLOBAL char *p)  { return *(CGLOBAL int *)p; }
 DEVICE_FN i64_t ld_i64(CGLOBAL char *p)  { return *(CGLOBAL i64_t *)p; }
 
-DEVICE_FN ushort bf16_bits(float v)      /* to nearest, ties to even; a NaN stays one */
+DEVICE_FN ushort bf16_bits(float v)      /* round to nearest even; NaN stays NaN */
 {
     const uint u = AS_UINT(v);
     return (ushort)((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 64u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
@@ -180,7 +179,7 @@ DEVICE_FN void st_i16(GLOBAL char *p, int v)    { *(GLOBAL short *)p = (short)v;
 DEVICE_FN void st_i32(GLOBAL char *p, int v)    { *(GLOBAL int *)p = v; }
 DEVICE_FN void st_i64(GLOBAL char *p, i64_t v)  { *(GLOBAL i64_t *)p = v; }
 
-/* values in registers, and in words of memory that hold several */
+/* register types, and packing into 32-bit words */
 #define value_f32  float
 #define value_f16  float
 #define value_bf16 float

@@ -34,7 +34,7 @@ def _launch(node: Tensor, target: Target, d: Mem, put: Tensor | None) -> Launch:
     pieces = (2 if p["mode"] == RopeType.NORMAL else 1) * n_pairs // vec
     n_heads = _heads_of_group(node, pieces, target)
     d = d.window((d.ne[0], d.ne[1] // n_heads, d.ne[2], d.ne[3]))
-    flags: dict[str, int] = {} if target.on_cpu else {"PER": 16 if vec > 1 else 4, "VEC": vec}
+    flags: dict[str, int] = {} if target.on_cpu else {"PER_LANE": 16 if vec > 1 else 4, "VEC": vec}
     flags |= {name: 1 for name, there in (("FACTORS", factors), ("PUT", put)) if there is not None}
     mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions)]
     mems += (

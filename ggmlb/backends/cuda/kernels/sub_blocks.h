@@ -1,26 +1,25 @@
-/* Pieces: 32 neighbouring elements of a quantised row as integers, for products with activations in 8 bits.
+/* Sub-blocks of 32 elements of a quantised row, unpacked to integers for dot products with 8-bit activations.
 
-   A block is read from a tile: a stretch of the row's bytes in shared memory, from the byte `at` on. Its numbers
-   become eight words of four bytes, in the elements' order:
+   A block is read from a tile: a range of the row's bytes in shared memory; the block begins at byte `at`. For type T:
 
-       integers_T(tile, at, i, q)                piece i of the block at `at`
-       SHIFT_T                                   what the numbers are too great by
-       dp4a_T(a, b, c)                           their products with four signed bytes, added to c
-       scales_T(tile, at, i, d, scale, least)    the piece's halves are multiplied by d[0]*scale, and d[1]*least is
-                                                 subtracted for each element: numbers of few bits, and what all share
+       quants_T(tile, at, i, q)                 the quants of sub-block i, as eight words of four bytes, in element order
+       SHIFT_T                                  constant to subtract from each quant
+       dp4a_T(a, b, c)                          c + dot product of four quants and four signed bytes
+       scales_T(tile, at, i, d, scale, mins)    per half of the sub-block: element = d[0]*scale*quant - d[1]*mins,
+                                                with integer scale and mins
 
-   ALIGN is the power of two, up to 16, that every row begins at a multiple of. */
+   ALIGN is the alignment of every row: a power of two, up to 16. */
 #include "mul_mat.h"
 
-#define INTEGERS(T) DEVICE_FN void integers_##T(const uint *tile, int at, int i, int *q)
-#define SCALES(T) DEVICE_FN void scales_##T(const uint *tile, int at, int i, float *d, int *scale, int *least)
+#define QUANTS(T) DEVICE_FN void quants_##T(const uint *tile, int at, int i, int *q)
+#define SCALES(T) DEVICE_FN void scales_##T(const uint *tile, int at, int i, float *d, int *scale, int *mins)
 #define EACH_WORD(n) UNROLL for (int j = 0; j < (n); j++)
 
 #define IN_WORDS (ALIGN % 4 == 0 && OF_TYPE(BYTES, a) % 4 == 0)
 #define IN_VECTORS (ALIGN % 16 == 0 && OF_TYPE(BYTES, a) % 16 == 0)
 
-/* n words from any byte on; of each byte, its bits from `up` on come to its lowest, and its highest are anything.
-   Below zero, they come higher, and its lowest are anything: before `at` there must be other bytes. */
+/* Load n words from any byte address and shift every byte right by `up` bits: its high bits become undefined. A negative
+   `up` shifts left, the low bits become undefined, and memory before `at` is read. */
 template <int N> DEVICE_FN void words_at(const uint *tile, int at, int *w, int up = 0)
 {
     uint from[N + 1];
@@ -35,10 +34,10 @@ template <int N> DEVICE_FN void words_at(const uint *tile, int at, int *w, int u
     }
     EACH_WORD(N) w[j] = (int)__funnelshift_r(from[j], from[IN_WORDS ? j : j + 1], (uint)(IN_WORDS ? up : bit) & 31);
 }
-/* four bits become the bits 0 of four bytes */
+/* spread four bits over the lowest bits of four bytes */
 DEVICE_FN int spread4(uint bits) { return (int)((bits & 15u)*0x00204081u & 0x01010101u); }
 
-/* the bytes of a table of 16 that the low, and the high, nibbles of a word point at */
+/* look up the low and the high nibbles of a word in a table of 16 bytes */
 DEVICE_FN void lookup(const uint *table, uint w, int *low, int *high)
 {
     uint v[2];
@@ -53,14 +52,14 @@ DEVICE_FN void lookup(const uint *table, uint w, int *low, int *high)
 #define TABLE_IQ4NL const uint table[4] = {LEVEL_WORDS_iq4_nl};
 #define TABLE_E2M1  const uint table[4] = {LEVEL_WORDS_mxfp4};
 
-/* 16 bytes of nibbles: the first half of the piece in the low ones */
+/* unpack 16 bytes of nibbles: the low ones are the first half of the sub-block */
 #define NIBBLE_HALVES(offset) \
     int w[4]; words_at<4>(tile, at + (offset), w); \
     EACH_WORD(4) { q[j] = w[j] & 0x0f0f0f0f; q[j + 4] = w[j] >> 4 & 0x0f0f0f0f; }
 #define TABLE_HALVES(TABLE, offset) \
     TABLE int w[4]; words_at<4>(tile, at + (offset), w); \
     EACH_WORD(4) lookup(table, (uint)w[j], q + j, q + j + 4);
-/* 32 bytes, of which the piece has some bits of each: those of the mask, when they are `up` bits further down */
+/* from each of 32 bytes take the bits of this sub-block: shift by `up`, then mask */
 #define BITS_OF_32(offset, up, mask) \
     { int w[8]; words_at<8>(tile, at + (offset), w, up); EACH_WORD(8) q[j] = w[j] & (mask); }
 #define ADD_BITS_OF_32(offset, up, mask) \
@@ -85,37 +84,37 @@ enum { SHIFT_q4_0 = 8, SHIFT_q4_1 = 0, SHIFT_q5_0 = 16, SHIFT_q5_1 = 0, SHIFT_q8
 #define dp4a_q6_k   __dp4a
 #define dp4a_iq4_xs __dp4a
 
-INTEGERS(q4_0)   { NIBBLE_HALVES(QS_q4_0) }
-INTEGERS(q4_1)   { NIBBLE_HALVES(QS_q4_1) }
-INTEGERS(q5_0)   { NIBBLE_HALVES(QS_q5_0) ADD_FIFTH_BITS(QH_q5_0) }
-INTEGERS(q5_1)   { NIBBLE_HALVES(QS_q5_1) ADD_FIFTH_BITS(QH_q5_1) }
-INTEGERS(q8_0)   { words_at<8>(tile, at + QS_q8_0, q); }
-INTEGERS(iq4_nl) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_nl) }
-INTEGERS(mxfp4)  { TABLE_HALVES(TABLE_E2M1, QS_mxfp4) }
-INTEGERS(iq4_xs) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_xs + 16*i) }
-INTEGERS(q2_k)                         /* 1, 4, 16 or 64 times as large: d makes up for it */
+QUANTS(q4_0)   { NIBBLE_HALVES(QS_q4_0) }
+QUANTS(q4_1)   { NIBBLE_HALVES(QS_q4_1) }
+QUANTS(q5_0)   { NIBBLE_HALVES(QS_q5_0) ADD_FIFTH_BITS(QH_q5_0) }
+QUANTS(q5_1)   { NIBBLE_HALVES(QS_q5_1) ADD_FIFTH_BITS(QH_q5_1) }
+QUANTS(q8_0)   { words_at<8>(tile, at + QS_q8_0, q); }
+QUANTS(iq4_nl) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_nl) }
+QUANTS(mxfp4)  { TABLE_HALVES(TABLE_E2M1, QS_mxfp4) }
+QUANTS(iq4_xs) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_xs + 16*i) }
+QUANTS(q2_k)                         /* scaled by 1, 4, 16 or 64; d compensates */
 {
     words_at<8>(tile, at + QS_q2_k + 32*(i >> 2), q);
     EACH_WORD(8) q[j] &= 0x03030303 << 2*(i & 3);
 }
-INTEGERS(q3_k)
+QUANTS(q3_k)
 {
     BITS_OF_32(QS_q3_k + 32*(i >> 2), 2*(i & 3), 0x03030303)
     int w[8];
     words_at<8>(tile, at + HMASK_q3_k, w, i);
     EACH_WORD(8) q[j] |= (w[j] & 0x01010101) << 2;
 }
-INTEGERS(q4_k)                         /* every other piece 16 times as large: d makes up for it */
+QUANTS(q4_k)                         /* odd sub-blocks are scaled by 16; d compensates */
 {
     words_at<8>(tile, at + QS_q4_k + 32*(i >> 1), q);
     EACH_WORD(8) q[j] &= 0x0f0f0f0f << 4*(i & 1);
 }
-INTEGERS(q5_k)
+QUANTS(q5_k)
 {
     BITS_OF_32(QS_q5_k + 32*(i >> 1), 4*(i & 1), 0x0f0f0f0f)
     ADD_BITS_OF_32(QH_q5_k, i - 4, 0x10101010)
 }
-INTEGERS(q6_k)
+QUANTS(q6_k)
 {
     BITS_OF_32(QL_q6_k + 64*(i >> 2) + 32*(i & 1), 4*(i >> 1 & 1), 0x0f0f0f0f)
     ADD_BITS_OF_32(QH_q6_k + 32*(i >> 2), 2*(i & 3) - 4, 0x30303030)
@@ -124,14 +123,14 @@ INTEGERS(q6_k)
 DEVICE_FN uint pair_at(const uint *tile, int at) { return *(const ushort *)((const char *)tile + at); }
 DEVICE_FN float half_at(const uint *tile, int at) { return half_to_float_((ushort)pair_at(tile, at)); }
 
-/* one scale, that rows.h has */
+/* types with one scale per sub-block, as in rows.h */
 #define ONE_SCALE(T) \
     SCALES(T) \
     { \
         CGLOBAL char *b = (CGLOBAL char *)tile + at; \
         d[0] = scale_##T(b, 4*i); \
         d[1] = min_##T(b, 4*i); \
-        EACH_HALF scale[h] = least[h] = 1; \
+        EACH_HALF scale[h] = mins[h] = 1; \
     }
 #define EACH_HALF UNROLL for (int h = 0; h < 2; h++)
 ONE_SCALE(q4_0)
@@ -148,13 +147,13 @@ SCALES(iq4_xs)
     d[0] = half_to_float_((ushort)w[0]);
     scale[0] = scale[1] = ((w[1] >> 4*i & 15) | (w[0] >> (16 + 2*i) & 3) << 4) - 32;
 }
-/* a byte for each half */
+/* one byte of scale and min for each half */
 SCALES(q2_k)
 {
     const uint s = pair_at(tile, at + SCALES_q2_k + 2*i);
     d[0] = half_at(tile, at + D_q2_k)*AS_FLOAT((uint)(127 - 2*(i & 3)) << 23);
     d[1] = half_at(tile, at + DMIN_q2_k);
-    EACH_HALF { scale[h] = (int)(s >> 8*h & 15u); least[h] = (int)(s >> (8*h + 4) & 15u); }
+    EACH_HALF { scale[h] = (int)(s >> 8*h & 15u); mins[h] = (int)(s >> (8*h + 4) & 15u); }
 }
 SCALES(q3_k)
 {
@@ -170,8 +169,8 @@ SCALES(q6_k)
     scale[0] = (int)(i8_t)s;
     scale[1] = (int)(i8_t)(s >> 8);
 }
-/* d, dmin, then six bits each for a scale and a minimum: those of the last four pieces in two places */
-DEVICE_FN void scales_of_six(const uint *tile, int at, int i, float *d, int *scale, int *least)
+/* q4_K, q5_K: d, dmin, then 6-bit scales and mins; those of the last four sub-blocks are stored in two parts */
+DEVICE_FN void scales_of_six(const uint *tile, int at, int i, float *d, int *scale, int *mins)
 {
     const bool whole = i < 4;
     const int shift = 8*(i & 3), low = whole ? 63 : 15, high = whole ? 0 : 48;
@@ -180,11 +179,11 @@ DEVICE_FN void scales_of_six(const uint *tile, int at, int i, float *d, int *sca
     d[0] = half_to_float_((ushort)w[0]);
     d[1] = half_to_float_((ushort)((uint)w[0] >> 16));
     scale[0] = scale[1] = ((whole ? w[1] : w[3]) >> shift & low) | (w[1] >> (shift + 2) & high);
-    least[0] = least[1] = ((whole ? w[2] : w[3]) >> (whole ? shift : shift + 4) & low) | (w[2] >> (shift + 2) & high);
+    mins[0] = mins[1] = ((whole ? w[2] : w[3]) >> (whole ? shift : shift + 4) & low) | (w[2] >> (shift + 2) & high);
 }
 SCALES(q4_k)
 {
-    scales_of_six(tile, at, i, d, scale, least);
+    scales_of_six(tile, at, i, d, scale, mins);
     d[0] *= i & 1 ? 0.0625f : 1.0f;
 }
-SCALES(q5_k) { scales_of_six(tile, at, i, d, scale, least); }
+SCALES(q5_k) { scales_of_six(tile, at, i, d, scale, mins); }
