@@ -128,3 +128,4 @@ class GpuBackend(Backend):
 
     def _free(self) -> None:
         self.helpers.free()
+        self.arena, self.bad_indices = Arena(self.device.buffer_type), BadIndices()  # their memory
