@@ -67,7 +67,7 @@ def test_the_output_lies_with_the_last_layer_unless_named(
 
 
 def test_refuses_a_layer_on_two_devices() -> None:
-    with pytest.raises(ArgumentError, match="layer 2 cannot lie both on OpenCL0 and on CPU"):
+    with pytest.raises(ArgumentError, match="layer 2 is requested on OpenCL0 and on CPU"):
         assign_layers({"OpenCL0": "0-2", "CPU": "2-3"}, TWO, 4)
 
 
