@@ -24,15 +24,14 @@ SHELL = [line.split("#")[0] for block in blocks("sh") for line in block.replace(
 PYTHON = blocks("python")
 
 
-def test_the_first_program_prints_what_is_shown(tmp_path: Path) -> None:
-    """Text, whose words may differ where two are as likely, and the devices that share the model."""
-    text, splits = run(PYTHON[0], tmp_path).split("\n", 1)
+def test_the_program_prints_what_is_shown(tmp_path: Path) -> None:
+    """Text, whose words may differ where two are as likely, and the lines shown, in their order."""
+    text, *printed = run(PYTHON[0], tmp_path).splitlines()
     assert len(text.split()) >= 4
-    assert splits == blocks("text")[0].split("\n", 1)[1]
-
-
-def test_the_second_program_runs(tmp_path: Path) -> None:
-    assert run(PYTHON[1], tmp_path) == "(8, 1024)\n"
+    lines = iter(printed)
+    shown = [line for line in blocks("text")[0].splitlines()[1:] if line.strip() != "..."]
+    assert all(line in lines for line in shown)
+    assert len(PYTHON) == 1 and len(README.split()) <= 900
 
 
 def run(program: str, folder: Path) -> str:
