@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import floor, log10
 from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.inspect.html import LINES, Picture, escape
@@ -58,14 +59,21 @@ def timeline(events: Sequence[Event]) -> Picture:
             f'height="{ROW - 7}" rx="2" fill="{COLOURS[e["pid"] % len(COLOURS)]}" opacity=".85"/>'
         )
         picture.tips.append((x, top, width, ROW - 7, f"{e['name']}, {readable_time(e['dur'])}"))
-    for i in range(5):
-        x = LABEL + (WIDTH - LABEL - 10) * i / 4
-        anchor = "end" if i == 4 else "middle" if i else "start"
-        time = readable_time((stop - start) * i / 4)
+    step = tick_step(stop - start)
+    for i in range(int((stop - start) / step) + 1):
+        x = LABEL + i * step * scale
+        anchor = "middle" if i else "start"
         parts.append(
-            f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}" fill="{GREY}">{escape(time)}</text>'
+            f'<text x="{min(x, WIDTH - 30):.0f}" y="{height - 8}" text-anchor="{anchor}" fill="{GREY}">'
+            f"{escape(readable_time(i * step))}</text>"
         )
     return picture
+
+
+def tick_step(duration: float) -> float:
+    """Return the distance of ticks on the time axis: 1, 2 or 5 times a power of ten, 3 to 7 intervals."""
+    power = 10.0 ** floor(log10(max(duration, 1e-3) / 3))
+    return max(n * power for n in (1, 2, 5) if n * power <= duration / 3 or n == 1)
 
 
 def readable_time(us: float) -> str:

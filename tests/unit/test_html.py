@@ -17,7 +17,7 @@ import ggmlb
 from ggmlb import Context, Graph
 from ggmlb.inspect.html import Picture
 from ggmlb.inspect.notebook import PICTURES
-from ggmlb.inspect.timeline import LABEL, WIDTH, timeline
+from ggmlb.inspect.timeline import LABEL, WIDTH, tick_step, timeline
 from ggmlb.interface.memory_table import MemoryTable
 from ggmlb.models import TextModel
 from ggmlb.models.text.inside import LogitLens
@@ -206,3 +206,10 @@ def test_a_timeline_spans_its_events() -> None:
     assert x0 == pytest.approx(LABEL) and w0 / (x1 + w1 - x0) == pytest.approx(0.25, abs=0.01)
     assert "a&lt;b, 500 us" in svg and ">2 ms<" in svg
     assert timeline([]).svg().startswith("<svg")
+
+
+@pytest.mark.parametrize("duration", [1.0, 3.0, 7.5, 29.0, 123.0, 4567.0, 9.99e5])
+def test_ticks_of_a_timeline_are_round(duration: float) -> None:
+    step = tick_step(duration)
+    assert 3 <= duration / step < 7.6
+    assert f"{step:e}"[0] in "125" and float(f"{step:.0e}") == step
