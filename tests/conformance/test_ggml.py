@@ -119,7 +119,7 @@ def test_another_layout_is_refused_with_the_version(device: Any, monkeypatch: An
         return subprocess.CompletedProcess([], 0, f"noise\n{abi.json.dumps(facts)}\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(BackendUnavailable, match=rf"ggml {device.library.version} has 11 operands"):
+    with pytest.raises(BackendUnavailable, match=rf"ggml {device.library.version} has GGML_MAX_SRC 11"):
         probe(device.library.found)
 
 
@@ -201,7 +201,7 @@ def test_a_parameter_beyond_32_bits_is_declined_by_name(stream: Any, name: str) 
     ctx = Context()
     y = WIDE[name](ctx, ctx.new_tensor("f32", (8, 2, 3)), ctx.new_tensor("i32", (3,)))
     y.params[name] = 1e300
-    assert f"32 bits for {name} = " in stream.device.declines(y)
+    assert f"32 bits, too few for {name} = " in stream.device.declines(y)
     assert stream.device.offload_op(y) is False
     with alloc_ctx_tensors(ctx, stream), pytest.raises(UnsupportedOpError, match=f"{name} = "):
         stream.graph_compute(Graph().build_forward_expand(y))

@@ -2,11 +2,11 @@
 
 Libraries are searched in `GGMLB_GGML_PATH`, in installed packages and in the system's folders. Each is probed
 in a child process when the devices are first requested, and loaded into this process when one of its devices
-is first used. Devices have the library's names after a prefix, `ggml:CPU`, `ggml:Vulkan0`; those of
-a second library begin with `ggml2:`, and so on.
+is first used. Device names are ggml's with a prefix: `ggml:CPU`, `ggml:Vulkan0`; `ggml2:` for a second
+library, and so on.
 
-An abort of the library ends the process; no Python code can catch it. Therefore a kind of node is computed
-only after a trial in another process (`trust`).
+A failed assertion in ggml aborts the process, which Python cannot catch. So before a kind of node is computed
+here, a child process tests it (`trust`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_LIBRARY = (
 
 
 class GgmlReg(BackendReg):
-    """The registration of ggml's devices, of all libraries."""
+    """The registry entry `ggml`: devices of all ggml libraries found."""
 
     name = "ggml"
 
@@ -51,7 +51,7 @@ class GgmlReg(BackendReg):
 
     @property
     def unusable(self) -> Sequence[tuple[str, str]]:
-        """Libraries, and loadable backends of theirs, that cannot be used, with reasons."""
+        """Names of libraries and backend plugins that cannot be used, each with the reason."""
         return self._unfit
 
     def _find(self) -> tuple[Device, ...]:

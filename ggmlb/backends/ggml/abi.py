@@ -1,11 +1,12 @@
 """Functions of a compiled ggml library by ctypes, and a probe of the layout of its structs.
 
 `python abi.py PART... [--load FOLDER]` loads a library in a child process and prints the result of `probe` as
-JSON: a library that does not fit may abort that process, and not the user's. The file imports only the
-standard library, so that the process starts quickly.
+JSON: an incompatible library may abort that process, not the user's. The file imports only the standard
+library, so that the process starts quickly.
 
-Struct layouts are measured, not assumed: fields of `ggml_tensor` by creating tensors with known values, slots
-of the tables of functions by passing the public accessors tables of callbacks that record which was called.
+Struct layouts are measured, not assumed. Offsets of `ggml_tensor`'s fields are found by creating tensors with
+known values; indices in an interface struct (function pointers, such as `ggml_backend_buffer_i`) by calling
+the public functions on a struct of callbacks that record their index.
 """
 
 from __future__ import annotations
@@ -76,17 +77,17 @@ LATER = {
 """Functions of newer libraries, used if present."""
 
 Accessors = Mapping[str, tuple[str, tuple[Any, ...]]]
-"""Slots of a table of functions: the public function that calls each, and its further arguments."""
+"""Function pointers of an interface struct: the public function that calls each, and its other arguments."""
 
 SLOTS: dict[str, Accessors] = {
     "buffer_type": {"get_alloc_size": ("backend_buft_get_alloc_size", ("tensor",))},
     "buffer": {"init_tensor": ("backend_buffer_init_tensor", ("tensor",))},
 }
-"""Optional slots, for which `GgmlLibrary.has_slot` looks."""
+"""Optional function pointers, looked up by `GgmlLibrary.has_slot`."""
 
 N_SLOTS = 32
 NEAR = 1 << 27
-"""Most distance of strings of one library [bytes]; beyond the end of an array, addresses lie elsewhere."""
+"""Largest distance between two strings of one library [bytes]; past an array's end, pointers are random."""
 
 CAPS_AT = {40: 36, 48: 36, 56: 48}
 """Where the capabilities are in `struct ggml_backend_dev_props` of each size [bytes]; the last has an id."""
@@ -94,7 +95,7 @@ ID_AT = 40
 
 
 class Unfit(Exception):
-    """This backend cannot use the library; the message says why."""
+    """Raised for an incompatible ggml library, with the reason."""
 
 
 class Ggml:
@@ -125,11 +126,11 @@ class Ggml:
         if missing:
             few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             found = self.c["version"]().decode() if "version" in self.c else "of an unknown version"
-            raise Unfit(f"its ggml {found} exports no {few}; a ggml of 2025-10 or later has all")
+            raise Unfit(f"ggml {found} lacks {few}; install a ggml of 2025-10 or later")
 
 
 def load(parts: Sequence[str], folder: str = "") -> Ggml:
-    """Load a library, and if it has no built-in backend, the loadable backends of a folder.
+    """Load the files of a library; if it has no built-in backend, also the backend plugins in `folder`.
 
     Raises:
         OSError, Unfit: As `Ggml`.
@@ -144,10 +145,10 @@ def load(parts: Sequence[str], folder: str = "") -> Ggml:
 
 
 def probe(ggml: Ggml) -> dict[str, Any]:
-    """Return the facts of a library: version, layouts, numbers of ops and types, devices.
+    """Return version, struct layouts, enum values of ops and types, and devices of a library.
 
     Raises:
-        Unfit: A struct has a layout that is not understood.
+        Unfit: A struct's layout is unknown.
     """
     return {
         "version": ggml.c["version"]().decode(),
@@ -192,7 +193,7 @@ def _types(ggml: Ggml) -> dict[str, tuple[int, int, int]]:
 
 
 def _tensor_layout(ggml: Ggml) -> dict[str, int]:
-    """Return the offset of each field of `ggml_tensor`, the room of its name, and its size [bytes]."""
+    """Return the offset of each field of `ggml_tensor`, the capacity of its name, and its size [bytes]."""
     c = ggml.c
     size = c["tensor_overhead"]() - 32  # a `ggml_object` precedes each tensor
     ctx, owner = c["init"](InitParams(1 << 20, None, True)), c["init"](InitParams(1 << 20, None, True))
@@ -230,7 +231,9 @@ def _tensor_layout(ggml: Ggml) -> dict[str, int]:
     c["free"](ctx)
     c["free"](owner)
     if list(at.values()) != sorted({*at.values()}) or at["type"] or at["extra"] + 8 > size:
-        raise Unfit(f"the fields of its ggml_tensor of {size} bytes are in no known order: {at}")
+        raise Unfit(
+            f"unknown layout of ggml_tensor ({size} bytes; offsets found: {at}); install another ggml"
+        )
     return {**at, "room": room, "size": size}
 
 
@@ -238,7 +241,7 @@ _Slot = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)
 
 
 def slots(ggml: Ggml, accessors: Accessors) -> dict[str, int]:
-    """Return the index of each slot of a table, in pointers from the struct's start; -1 if not found."""
+    """Return the index of each function pointer in an interface struct; -1 if not found."""
     called: list[int] = []
     room = ctypes.create_string_buffer(1024)
 
@@ -261,14 +264,14 @@ def slots(ggml: Ggml, accessors: Accessors) -> dict[str, int]:
 
 
 def _props_size(ggml: Ggml) -> int:
-    """Return the bytes of a device's properties, which the accessor clears before it asks the device."""
+    """Return the size of `ggml_backend_dev_props`: the bytes that its getter clears."""
     nothing = _Slot(lambda _: 0)
     fake = (ctypes.c_void_p * N_SLOTS)(*[ctypes.cast(nothing, ctypes.c_void_p).value] * N_SLOTS)
     room = ctypes.create_string_buffer(b"\xff" * 256, 256)
     ggml.c["backend_dev_get_props"](ctypes.addressof(fake), ctypes.addressof(room))
     size = len(room.raw) - len(room.raw.lstrip(b"\0"))
     if size not in CAPS_AT:
-        raise Unfit(f"its ggml_backend_dev_props has {size} bytes, which is no known layout")
+        raise Unfit(f"unknown layout of ggml_backend_dev_props ({size} bytes); install another ggml")
     return size
 
 
@@ -276,7 +279,7 @@ _LOADABLE = re.compile(r"(?:lib)?ggml-(?!base|cpu)(\w+)(?:\.so|\.dylib|\.dll)")
 
 
 def left_out(folder: str, backends: Sequence[str]) -> dict[str, str]:
-    """Return why loadable backends in a folder have no device here, by file.
+    """Return, for each backend plugin in a folder that has no device, the file name and the reason.
 
     Args:
         folder: The folder.
@@ -323,7 +326,7 @@ def _device(ggml: Ggml, index: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print what the probe of a library finds, or why it is unfit."""
+    """Print the result of `probe` as JSON, or the reason why the library is incompatible."""
     parts, folder = list(arguments), ""
     if "--load" in parts:
         folder = parts.pop()
@@ -335,7 +338,7 @@ def main(arguments: Sequence[str]) -> None:
     except (OSError, Unfit) as error:
         answer = {"unfit": str(error)}
     print("\n" + json.dumps(answer), flush=True)
-    os._exit(0)  # a library's own threads and destructors are none of our business
+    os._exit(0)  # skips the library's destructors, which may hang or crash
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class GgmlBackend(Backend):
 
     Attributes:
         handle: The C backend.
-        n_threads: Threads that it computes with; 0 where the device decides.
+        n_threads: Number of threads; 0 where the device decides.
     """
 
     device: GgmlDevice
@@ -70,7 +70,7 @@ class GgmlBackend(Backend):
         self._c = device.library.load()
         self._lock = threading.RLock()  # ggml's streams are for one thread at a time
         self._held: list[Any] = []  # memory that queued transfers use
-        self._queued: set[GgmlPlan] = set()  # ggml's Vulkan looks into graphs until they are computed
+        self._queued: set[GgmlPlan] = set()  # ggml's Vulkan reads a graph until it is computed
         self._end = weakref.finalize(self, self._c["backend_free"], handle)
         self._end.atexit = False
         self._set_abort = device.proc("ggml_backend_set_abort_callback", None, c_void_p, c_void_p, c_void_p)
@@ -79,12 +79,12 @@ class GgmlBackend(Backend):
 
     @property
     def guid(self) -> str:
-        """Ggml's identifier of the kind of backend."""
+        """`ggml-` and ggml's GUID of the backend."""
         address = self._c["backend_guid"](self.handle)
         return "ggml-" + (ctypes.string_at(address, 16).hex() if address else "backend")
 
     def set_n_threads(self, n: int) -> None:
-        """Use `n` threads from now on.
+        """Set the number of threads for later graphs.
 
         Raises:
             ArgumentError: `n` is less than 1.
@@ -93,7 +93,7 @@ class GgmlBackend(Backend):
         n = checked_n_threads(n)
         set_n_threads = self.device.proc("ggml_backend_set_n_threads", None, c_void_p, c_int)
         if set_n_threads is None:
-            raise BackendError(f"set_n_threads: {self.name} has no threads to set")
+            raise BackendError(f"set_n_threads: {self.name} has no threads to set; give a CPU backend")
         with self._lock:
             set_n_threads(self.handle, n)
         self.n_threads = n
@@ -123,9 +123,11 @@ class GgmlBackend(Backend):
             return Status.ABORTED
         if status == _ALLOC_FAILED:
             raise AllocationError(
-                f"{self.name} had no room for the memory that a graph needs; use a smaller batch"
+                f"{self.name} has not enough memory to compute the graph; use a smaller batch"
             )
-        raise BackendError(f"{self.name} failed to compute a graph, with ggml's status {status}")
+        raise BackendError(
+            f"{self.name} failed to compute a graph (ggml_status {status}); see the log 'ggmlb.ggml'"
+        )
 
     def _run(self, plan: GgmlPlan) -> int:
         compute: Callable[[int, int], int] = self._c["backend_graph_compute_async"]

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _USAGES: Final = {BufferUsage.ANY: 0, BufferUsage.WEIGHTS: 1, BufferUsage.COMPUTE: 2}
 
 WORD: Final = 4
-"""Bytes that ggml's Vulkan fills at a time: a memset leaves what is over."""
+"""Bytes that ggml's Vulkan fills at a time; its memset ignores a partial word."""
 
 
 class GgmlBufferType(BufferType):
-    """A buffer type of ggml's.
+    """A ggml buffer type.
 
     Attributes:
         handle: The C buffer type.
@@ -49,7 +49,7 @@ class GgmlBufferType(BufferType):
 
     @property
     def is_host(self) -> bool:
-        """Whether it is host memory, from ggml."""
+        """Whether ggml says that this is host memory."""
         return self._is_host
 
     def alloc_size(self, tensor: Tensor) -> int:
@@ -75,11 +75,11 @@ class GgmlBufferType(BufferType):
 
 
 class GgmlBuffer(Buffer):
-    """An allocation of ggml's.
+    """A ggml buffer.
 
     Attributes:
         handle: The C buffer.
-        address: Where it begins, as ggml counts; only in host memory is this an address of the process.
+        address: ggml's base pointer; an address of this process only in host memory.
     """
 
     buft: GgmlBufferType
@@ -92,7 +92,7 @@ class GgmlBuffer(Buffer):
         self.address: int = (self._c["backend_buffer_get_base"](handle) or 0) if size else 0
         self._prepares = device.library.has_slot(handle, "buffer", "init_tensor")
         self._extras: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()
-        # Arrays over host memory keep it, also when the buffer is freed.
+        # Arrays over host memory keep it allocated even after the buffer is freed.
         memory: Any = (ctypes.c_ubyte * size).from_address(self.address) if self.is_host and size else None
         self._base = np.empty(0, np.uint8) if memory is None else np.frombuffer(memory, np.uint8)
         self._end = weakref.finalize(self if memory is None else memory, device.drop, handle)
@@ -100,23 +100,23 @@ class GgmlBuffer(Buffer):
 
     @property
     def base(self) -> Bytes:
-        """The memory as a flat array; an empty one if it is not the host's."""
+        """The memory as a flat byte array; empty for device memory."""
         return self._base
 
     @property
     def prepares_tensors(self) -> bool:
-        """Whether ggml's `init_tensor` must be called; for tensors of a graph's own memory, plans call it."""
+        """Whether tensors placed here need ggml's `init_tensor`; in compute buffers, plans call it."""
         return self._prepares and self._usage is not BufferUsage.COMPUTE
 
     def c_tensor(self, tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-        """Return a C tensor for transfers of a tensor in this buffer."""
+        """Return a `ggml_tensor` for a tensor in this buffer, for ggml's transfer functions."""
         memory = self._library.room(1)
         extra = self._extras.get(tensor, 0)
         self._library.pack(memory, 0, tensor, (self.handle, self.address + tensor.offset, extra))
         return memory
 
     def extra(self, tensor: Tensor) -> int | None:
-        """Return the field `extra` that ggml's `init_tensor` set; `None` if it was not called yet."""
+        """Return the `extra` pointer set by ggml's `init_tensor`; `None` if that was not called yet."""
         return self._extras.get(tensor, None if self._prepares else 0)
 
     def _init_tensor(self, tensor: Tensor) -> None:
@@ -161,7 +161,7 @@ class GgmlBuffer(Buffer):
         return True
 
     def _clear(self, value: int) -> None:
-        # ggml's Vulkan (0.25) clears to a word of which the value is one byte; its memset is right.
+        # ggml's Vulkan (0.25) fills 32-bit words with the value, not bytes; its memset is right.
         size = -(-self.size // WORD) * WORD
         everything = Tensor(DType.I8, (size, 1, 1, 1))
         memory = self.c_tensor(everything)

@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 _TYPES: Final = (DeviceType.CPU, DeviceType.GPU, DeviceType.IGPU, DeviceType.ACCEL, DeviceType.META)
 
 TENSOR_ALIGNMENT: Final = 32
-"""Bytes: ggml ends the process if a caller's memory does not begin at a multiple of it."""
+"""Alignment [bytes] of a caller's memory; ggml aborts the process otherwise."""
 
 MOST_ANSWERS: Final = 4096
-"""Size of the cache of answers: the layers of a model ask the same questions."""
+"""Entries in the cache of `declines`: the layers of a model have the same nodes."""
 
 
 class GgmlDevice(Device):
     """A device of a ggml library.
 
-    Its facts come from the process that probed the library; the library is loaded at the first use.
+    Its properties were read by the process that probed the library, which is loaded at the first use.
 
     Attributes:
         library: The library.
-        index: Which of its devices it is.
-        by_name_only: True for ggml's CPU: nothing loads a library for it unasked.
+        index: Index of the device in the library.
+        by_name_only: True for ggml's CPU, which is used only if the user names it.
     """
 
     def __init__(self, reg: BackendReg, library: GgmlLibrary, index: int, judge: Judge) -> None:
@@ -65,28 +65,28 @@ class GgmlDevice(Device):
 
     @property
     def name(self) -> str:
-        """The library's name after a prefix, as `ggml:CPU`, `ggml:Vulkan0`."""
+        """Device name in ggml after the library's prefix, such as `ggml:CPU`, `ggml:Vulkan0`."""
         return self.library.prefix + str(self._facts["name"])
 
     @property
     def description(self) -> str:
-        """The device's description by ggml, and the library."""
+        """Description of the device from ggml, and the library with its version."""
         return f"{self._facts['description']}, {self.library}"
 
     @property
     def type(self) -> DeviceType:
-        """The type by ggml; ACCEL for ggml's CPU, which shares memory with our CPU device."""
+        """Device type in ggml; ACCEL for ggml's CPU, as it shares memory with ggmlb's CPU device."""
         kind = _TYPES[self._facts["type"]]
         return DeviceType.ACCEL if kind is DeviceType.CPU else kind
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it computes in host memory, that of other devices too."""
+        """Whether this is ggml's CPU, which computes in any host memory."""
         return bool(self._facts["is_host"])
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Free and total memory, from ggml [bytes]."""
+        """Free and total memory as ggml reports it [bytes]."""
         if self.is_cpu:
             return host_device().memory
         if not self.library.is_loaded:
@@ -96,7 +96,7 @@ class GgmlDevice(Device):
 
     @property
     def caps(self) -> Caps:
-        """Capabilities by ggml; its CPU computes in host memory, synchronously."""
+        """Capabilities from ggml; its CPU is synchronous here, and uses host memory."""
         async_, host_buffer, from_host_ptr, events, mmap_support = self._facts["caps"]
         if self.is_cpu:
             return Caps(buffer_from_host_ptr=True, mmap_support=True)
@@ -104,39 +104,39 @@ class GgmlDevice(Device):
 
     @property
     def device_id(self) -> str | None:
-        """The identifier of the device by ggml, as a PCI address."""
+        """Device id from ggml, such as a PCI address; `None` if it has none."""
         ident = self._facts["id"]
         return None if ident is None else str(ident)
 
     @property
     def reg(self) -> BackendReg:
-        """The registration `ggml`."""
+        """The registry entry `ggml`."""
         return self._reg
 
     # -- the library's side --------------------------------------------------------------------
 
     @cached_property
     def handle(self) -> int:
-        """The C device; loads the library."""
+        """The `ggml_backend_dev_t`; loads the library."""
         c = self.library.load()
         handle: int = c["backend_dev_get"](self.index)
         name = c["backend_dev_name"](handle).decode(errors="replace")
         if name != self._facts["name"]:
             raise BackendBroken(
-                f"{self.library} has the device {name} where {self._facts['name']} was when it was "
-                "probed; were environment variables changed since?"
+                f"{self.library}: device {self.index} is {name} now, and was {self._facts['name']} when the "
+                "library was probed; if you changed environment variables since, set them before ggmlb starts"
             )
         return handle
 
     def proc(self, name: str, result: Any, *arguments: Any) -> Any:
-        """Return an optional function of the device's backend, or `None`."""
+        """Return a function by `ggml_backend_reg_get_proc_address`, or `None`."""
         c = self.library.load()
         reg = c["backend_dev_backend_reg"](self.handle)
         address = c["backend_reg_get_proc_address"](reg, name.encode())
         return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
 
     def place(self, tensor: Tensor) -> tuple[int, int]:
-        """Return the C buffer and the address of a placed tensor."""
+        """Return the C buffer and the address of an allocated tensor."""
         buffer = tensor.buffer
         assert buffer is not None
         if isinstance(buffer, GgmlBuffer):
@@ -152,11 +152,11 @@ class GgmlDevice(Device):
         return handle, start + tensor.offset
 
     def drop(self, handle: int) -> None:
-        """Queue a C buffer to be freed; may be called from any thread, as the garbage collector does."""
+        """Queue a C buffer for `free_dropped`; safe in any thread, as the garbage collector calls it."""
         self._dropped.append(handle)
 
     def free_dropped(self) -> None:
-        """Free the queued C buffers, after the work that may use them."""
+        """Free the queued C buffers, once all streams have finished."""
         if self._dropped:
             handles = [self._dropped.popleft() for _ in range(len(self._dropped))]
             for stream in self.streams:
@@ -174,7 +174,7 @@ class GgmlDevice(Device):
 
     @property
     def buffer_type(self) -> BufferType:
-        """The device's memory; plain host memory for ggml's CPU, so that nothing need be copied."""
+        """The default buffer type; ggmlb's host memory for ggml's CPU, which avoids copies."""
         return self._own_buffer_type
 
     @cached_property
@@ -184,12 +184,12 @@ class GgmlDevice(Device):
 
     @property
     def host_buffer_type(self) -> BufferType | None:
-        """Pinned memory, where the device has it."""
+        """Pinned host memory; `None` if the device has none."""
         return self._pinned_buffer_type if self.caps.host_buffer else None
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
-        """Memory of ggml's CPU that stores weights in other orders: `CPU_REPACK`, `AMX`, as ggml lists it."""
+        """Extra buffer types of ggml's CPU, which repack weights (`CPU_REPACK`, `AMX`)."""
         return self._repacked
 
     @cached_property
@@ -215,7 +215,7 @@ class GgmlDevice(Device):
         return super().buffer_from_host_ptr(array, max_tensor_size)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """The answer of ggml for its own memory; its CPU computes in any host memory."""
+        """Whether ggml supports its own buffer type; ggml's CPU supports any host memory."""
         if isinstance(buft, GgmlBufferType) and buft.device.library is self.library:
             return bool(self.library.load()["backend_dev_supports_buft"](self.handle, buft.handle))
         return self.is_cpu and buft.is_host
@@ -223,10 +223,10 @@ class GgmlDevice(Device):
     # -- ops -----------------------------------------------------------------------------------
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the node cannot be computed: ggml declines it, or a trial failed.
+        """Return why the node cannot be computed, or `None`: ggml's `supports_op`, then a test run.
 
-        The library's own `supports_op` is not enough: it accepts some nodes that abort the process. A kind of
-        node is trusted once a trial in another process has computed one correctly (`trust`).
+        `supports_op` alone accepts some nodes that abort the process. A kind of node is accepted once a child
+        process has computed one correctly (`trust`).
         """
         if op.op in NO_OPS:
             return None
@@ -261,14 +261,14 @@ class GgmlDevice(Device):
         return self._judge.verdict(self, op)
 
     def offload_op(self, op: Tensor) -> bool:
-        """Return ggml's answer."""
+        """Whether ggml would run the node here although its weights are in host memory."""
         try:
             return op.op in self.library.ops and self.ask("backend_dev_offload_op", op)
         except (LookupError, ArgumentError):
             return False
 
     def ask(self, question: str, op: Tensor) -> bool:
-        """Ask ggml about a node; its operands have buffers only if they are ggml's own.
+        """Call ggml's `supports_op` or `offload_op` for a node; operands in other memory have no buffer.
 
         Raises:
             LookupError: The library lacks a type, the op or one of its functions.
@@ -294,7 +294,7 @@ class GgmlDevice(Device):
         """Open a stream.
 
         Args:
-            params: `n_threads`, for devices that have threads: as many as the process may use by default.
+            params: `n_threads`, for ggml's CPU; by default the CPUs that the process may use.
 
         Raises:
             ArgumentError: An unknown parameter, or less than one thread.
@@ -322,7 +322,7 @@ class GgmlDevice(Device):
 
 
 def _question(op: Tensor) -> tuple[object, ...]:
-    """Return a key of all facts on which the answer about a node depends."""
+    """Return the cache key of a node: op, parameters, types, shapes, strides and buffer types."""
     facts: list[object] = [op.op, *op.params.values(), op.view_offs if op.view_src is not None else -1]
     for t in (op, *op.src):
         if t is None:

@@ -30,12 +30,12 @@ _ANY = re.compile(r".*" + _ENDING)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The files of a library.
+    """A ggml library found on disk.
 
     Attributes:
-        parts: Each after those that it needs.
-        folder: Where its loadable backends lie.
-        origin: Where it comes from, for messages.
+        parts: Paths of its shared libraries, in loading order.
+        folder: Folder of its backend plugins; empty if they are built in.
+        origin: Package, folder or variable that it was found by, for messages.
     """
 
     parts: tuple[str, ...]
@@ -44,7 +44,7 @@ class Found:
 
 
 def libraries() -> list[Found]:
-    """Return the libraries of GGMLB_GGML_PATH, of installed packages and of the system, each once.
+    """Return the libraries in GGMLB_GGML_PATH, in installed packages and in system folders, each once.
 
     GGMLB_GGML_PATH has files or folders, separated as in PATH.
     """
@@ -80,7 +80,7 @@ def _of_system() -> Iterator[Found]:
 
 
 def at(place: Path, origin: str = "") -> Found | None:
-    """Return the library at a path, a file or a folder; `None` if there is none."""
+    """Return the library at a path (file or folder), or `None`; `origin` names it in messages."""
     origin = origin or str(place)
     if place.is_dir():
         if (library := _of_parts(place, origin)) is not None:
@@ -93,7 +93,7 @@ def at(place: Path, origin: str = "") -> Found | None:
 
 
 def _of_parts(folder: Path, origin: str) -> Found | None:
-    """Return the library of a folder with separate files for base, registry and backends."""
+    """Return the library in a folder that has separate files for base, registry and backends."""
     try:
         names = sorted(os.listdir(folder), key=len)
     except OSError:
@@ -105,7 +105,7 @@ def _of_parts(folder: Path, origin: str) -> Found | None:
 
 
 def _has_ggml(file: Path) -> bool:
-    """Whether a file contains the name of a function of ggml's devices."""
+    """Whether a file contains the symbol `ggml_backend_dev_count`."""
     try:
         with file.open("rb") as binary, mmap.mmap(binary.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(b"ggml_backend_dev_count\0") >= 0

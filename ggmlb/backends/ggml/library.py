@@ -39,17 +39,17 @@ _FORMATS: Final = {
 N_SRC: Final = 10
 N_PARAMS: Final = 64
 N_NAME: Final = 63
-"""Operands of a tensor, bytes of its parameters, and of its name."""
+"""`GGML_MAX_SRC`, `GGML_MAX_OP_PARAMS`, and the longest name, without its 0 [bytes]."""
 
 QUIET: Final = {"GGML_NO_BACKTRACE": "1"}
-"""Environment of processes that ggml may abort: it then starts no debugger for a backtrace."""
+"""Environment of child processes: an abort then starts no debugger for a backtrace."""
 
 
 def probe(found: Found) -> dict[str, Any]:
-    """Return the facts of a library, probed in a child process (`abi.probe`).
+    """Return the result of `abi.probe`, run in a child process.
 
     Raises:
-        BackendUnavailable: The library cannot be loaded, or is not one that this backend can use.
+        BackendUnavailable: The library cannot be loaded, or is incompatible.
     """
     command = [sys.executable, "-I", str(Path(abi.__file__)), *found.parts]
     command += ["--load", found.folder] if found.folder else []
@@ -59,7 +59,7 @@ def probe(found: Found) -> dict[str, Any]:
             env=env.extended(QUIET), timeout=PATIENCE_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BackendUnavailable(f"a process to probe it failed: {error}") from error
+        raise BackendUnavailable(f"the child process that probes the library failed: {error}") from error
     facts: dict[str, Any] = {}
     if done.returncode == 0:
         facts = json.loads(done.stdout.splitlines()[-1])
@@ -72,8 +72,9 @@ def probe(found: Found) -> dict[str, Any]:
     n_params, n_src = layout["flags"] - layout["op_params"], (layout["view_src"] - layout["src"]) // 8
     if (n_params, n_src, layout["room"]) != (N_PARAMS, N_SRC, N_NAME + 1):
         raise BackendUnavailable(
-            f"a tensor of its ggml {facts['version']} has {n_src} operands, {n_params} bytes of parameters "
-            f"and {layout['room']} of a name; this backend knows {N_SRC}, {N_PARAMS} and {N_NAME + 1}"
+            f"ggml {facts['version']} has GGML_MAX_SRC {n_src}, GGML_MAX_OP_PARAMS {n_params} and "
+            f"GGML_MAX_NAME {layout['room']}; ggmlb needs {N_SRC}, {N_PARAMS} and {N_NAME + 1}: build ggml "
+            "with its defaults"
         )
     return facts
 
@@ -83,12 +84,12 @@ class GgmlLibrary:
 
     Args:
         found: Its files.
-        prefix: Of the names of its devices.
-        facts: What the probe found.
+        prefix: Prefix of its devices' names.
+        facts: Result of `probe`.
 
     Attributes:
-        version: ggml's.
-        identity: Digest of its files; another one, after an update, has another.
+        version: Version of ggml.
+        identity: Digest of its files, which an update changes.
     """
 
     def __init__(self, found: Found, prefix: str, facts: dict[str, Any]) -> None:
@@ -113,7 +114,7 @@ class GgmlLibrary:
 
     @cached_property
     def identity(self) -> str:
-        """Digest of the paths, sizes and times of its files."""
+        """Digest of the paths, sizes and modification times of its files."""
         files = [
             *self.found.parts,
             *(map(str, sorted(Path(self.found.folder).iterdir())) if self.found.folder else ()),
@@ -124,10 +125,10 @@ class GgmlLibrary:
     # -- loading -------------------------------------------------------------------------------
 
     def load(self) -> abi.Functions:
-        """Load it into this process, once; return its functions by name without the prefix `ggml_`.
+        """Load the library once per process; return its functions by name without the prefix `ggml_`.
 
         Raises:
-            BackendBroken: It cannot be loaded here, or parts of another library took the place of its own.
+            BackendBroken: It cannot be loaded, or the loader took files of another library instead.
             BackendError: This process was forked from one that had loaded it.
         """
         if self._ggml is None:
@@ -139,7 +140,7 @@ class GgmlLibrary:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it is loaded."""
+        """Whether the library is loaded."""
         return self._ggml is not None
 
     def _loaded(self) -> abi.Ggml:
@@ -153,8 +154,8 @@ class GgmlLibrary:
         n, expected = ggml.c["backend_dev_count"](), len(self.facts["devices"])
         if n != expected:
             raise BackendBroken(
-                f"{self} has {n} devices in this process, and had {expected} in the one that probed it; were "
-                "environment variables changed since?"
+                f"{self} has {n} devices now, and had {expected} when it was probed; if you changed "
+                "environment variables since, set them before ggmlb starts"
             )
         return ggml
 
@@ -164,8 +165,8 @@ class GgmlLibrary:
             file = _file_of(ggml.c[name])
             if file is not None and os.path.realpath(file) not in self.found.parts:
                 raise BackendBroken(
-                    f"{self} cannot be loaded beside {file}, of which the system's loader takes parts with "
-                    "the same names; use one of the two in a process (GGMLB_GGML_PATH names one)"
+                    f"{self} cannot be loaded: {file} with the same name is loaded already; use one of the "
+                    "two per process (set GGMLB_GGML_PATH)"
                 )
 
     # -- tensors -------------------------------------------------------------------------------
@@ -179,16 +180,15 @@ class GgmlLibrary:
         node: tuple[int, int, Sequence[int]] | None = None,
         flags: int = 0,
     ) -> None:
-        """Write a C tensor.
+        """Write a tensor as the `ggml_tensor` number `index` in `memory`.
 
         Args:
-            memory: Room for C tensors.
-            index: Which of them.
+            memory: An array of C tensors.
+            index: Index in it.
             tensor: The tensor.
-            place: Its C buffer, its address, and what the buffer noted in `extra`.
-            node: Address of the tensor that it is a view of or 0, the offset in it [bytes], and addresses of
-                the operands; `None` for a leaf.
-            flags: Its flags.
+            place: Values of `buffer`, `data` and `extra`.
+            node: Values of `view_src`, `view_offs` [bytes] and `src`; `None` for a leaf.
+            flags: Value of `flags`.
 
         Raises:
             LookupError: The library lacks the type, the op or one of its functions.
@@ -207,15 +207,15 @@ class GgmlLibrary:
         )  # fmt: skip
 
     def room(self, n: int) -> ctypes.Array[ctypes.c_char]:
-        """Return zeroed memory for `n` C tensors."""
+        """Return a zeroed array of `n` C tensors."""
         return ctypes.create_string_buffer(n * self.tensor_size)
 
     def extra(self, memory: ctypes.Array[ctypes.c_char]) -> int:
-        """Return the field `extra` of the first C tensor in `memory`."""
+        """Return `extra` of the first C tensor in `memory`."""
         return ctypes.c_size_t.from_buffer(memory, self._layout["extra"]).value
 
     def has_slot(self, table: int, of: str, slot: str) -> bool:
-        """Whether a table of functions at an address has a function in a slot."""
+        """Whether the interface struct `of` at an address has an optional function; `True` if unknown."""
         index = self.facts["slots"][of][slot]
         return index < 0 or bool(ctypes.c_void_p.from_address(table + 8 * index).value)
 
@@ -229,7 +229,7 @@ class GgmlLibrary:
 
 
 def operands(node: Tensor, where: Mapping[Tensor | None, int]) -> list[int]:
-    """Return the addresses of a node's operands, in ggml's order."""
+    """Return the addresses, from `where`, of a node's operands in ggml's order."""
     sources = [where[t] for t in node.src]
     if node.op is Op.CPY and len(sources) == 1:  # a cast; ggml names the result as its second operand
         sources.append(where[node])

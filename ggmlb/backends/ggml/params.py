@@ -81,8 +81,8 @@ def encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int
 
     Args:
         node: The node.
-        unary_ops: The library's numbers of unary ops, by name.
-        glu_ops: The same of gated linear units.
+        unary_ops: The library's `ggml_unary_op` values, by name.
+        glu_ops: Its `ggml_glu_op` values, by name.
 
     Raises:
         LookupError: The library has no such unary op or gated linear unit.
@@ -93,7 +93,9 @@ def encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int
     except (OverflowError, struct.error):
         numbers = {name: x for name, x in node.params.items() if isinstance(x, (int, float))}
         wide = ", ".join(f"{name} = {x}" for name, x in numbers.items() if not _fits(x))
-        raise ArgumentError(f"{node.op}: ggml has 32 bits for {wide or dict(node.params)}") from None
+        raise ArgumentError(
+            f"{node.op}: ggml stores parameters in 32 bits, too few for {wide or dict(node.params)}"
+        ) from None
 
 
 def _fits(x: float) -> bool:

@@ -1,4 +1,4 @@
-"""GgmlPlan: the C graphs of a graph, built once."""
+"""GgmlPlan: a graph as `ggml_cgraph`s, built once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.ggml.backend import GgmlBackend
 
 GRAPH_ROOM = 1 << 12
-"""Bytes for a context that holds nothing but a graph, besides the graph."""
+"""Size of a context that holds one graph, besides the graph [bytes]."""
 
 
 INDICES: Final[dict[Op, tuple[int, Callable[[Tensor], int]]]] = {
@@ -36,8 +36,8 @@ INDICES: Final[dict[Op, tuple[int, Callable[[Tensor], int]]]] = {
     Op.ADD_ID: (2, lambda node: node.sources[1].ne[1]),
     Op.SSM_SCAN: (6, lambda node: node.sources[0].ne[3]),
 }
-"""The operand that holds indices, and their exclusive upper bound. ggml ends the process at others, or reads
-and writes other memory."""
+"""The operand that holds indices, and their exclusive upper bound. ggml does not handle others: it aborts, or
+accesses other memory."""
 
 
 SORTS: Final = frozenset({Op.ARGSORT, Op.TOP_K, Op.ARGMAX})
@@ -45,7 +45,7 @@ SORTS: Final = frozenset({Op.ARGSORT, Op.TOP_K, Op.ARGMAX})
 
 
 class Indices(NamedTuple):
-    """Indices in host memory, as unsigned numbers; what they must be below; the nodes that read them."""
+    """Row indices in host memory (unsigned), their exclusive upper bound, and the nodes that use them."""
 
     numbers: npt.NDArray[np.unsignedinteger]
     n: int
@@ -53,16 +53,15 @@ class Indices(NamedTuple):
 
 
 class GgmlPlan(GraphPlan):
-    """C graphs of a graph's nodes, with the addresses of their memory.
+    """The nodes of a graph as C graphs, with addresses.
 
     Attributes:
-        parts: One C graph; on a CPU, a new one begins before a node whose indices the one before computes, so
-            that they can be checked.
+        parts: The C graphs: one; on a CPU a further one wherever computed indices must be checked first.
     """
 
     def __init__(self, backend: GgmlBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
-        nodes = [node for node in graph.nodes if node.op is not Op.NONE]  # which ggml counts among leafs
+        nodes = [node for node in graph.nodes if node.op is not Op.NONE]  # in ggml, these are leafs
         parts = [nodes] if backend.device.caps.async_ else _split(nodes)
         self.parts = [CGraph(backend, part, _needed(graph, part)) for part in parts]
 
@@ -73,10 +72,10 @@ class GgmlPlan(GraphPlan):
 
 
 class CGraph:
-    """A C graph of some nodes; the other tensors that they read are leafs.
+    """A C graph of some nodes; their operands outside of it are leafs.
 
     Attributes:
-        c_graph: The C graph.
+        c_graph: The `ggml_cgraph`.
     """
 
     def __init__(self, backend: GgmlBackend, nodes: list[Tensor], needed: set[Tensor]) -> None:
@@ -116,10 +115,10 @@ class CGraph:
         self._indices = () if device.caps.async_ else _indices(nodes)
 
     def check_indices(self, name: str) -> None:
-        """Check the indices in host memory that are known before the nodes are computed.
+        """Check the row indices in host memory that are known before the graph is computed.
 
         Raises:
-            BackendError: One is out of range; names the backend and each node.
+            BackendError: One is out of range; the message has the backend's `name` and each node.
         """
         wrong: list[str] = []
         for numbers, n, nodes in self._indices:
@@ -138,7 +137,7 @@ class CGraph:
 
 
 def _split(nodes: list[Tensor]) -> list[list[Tensor]]:
-    """Split nodes before each that reads computed indices, except those of a sort, which are in range."""
+    """Split before each node that reads computed indices, except a sort's, which are in range."""
     parts: list[list[Tensor]] = [[]]
     writes = Counter[Tensor]()
     for node in nodes:
@@ -156,7 +155,7 @@ def _split(nodes: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _indices(nodes: list[Tensor]) -> tuple[Indices, ...]:
-    """Return the indices that nodes read from host memory to which none of them writes."""
+    """Return the indices in host memory that nodes read, and that none of them writes."""
     written = {node.view_src or node for node in nodes if node.op not in NO_OPS}
     found: dict[tuple[Tensor, int], Indices] = {}
     for node in nodes:
@@ -175,10 +174,10 @@ def _indices(nodes: list[Tensor]) -> tuple[Indices, ...]:
 
 
 def _needed(graph: Graph, nodes: list[Tensor]) -> set[Tensor]:
-    """Return the nodes that ggml must not fuse away, because the result is read outside of these nodes.
+    """Return the nodes to flag as outputs, because their results are read outside of these nodes.
 
-    ggml leaves out a result that one node reads, unless it is flagged. Here a result may also be read by
-    another part of the plan or of the whole graph, or by the user where no scheduler placed it.
+    ggml's fusion omits a result that only one node reads, unless flagged. Here a result may also be read by
+    another part of the plan or graph, or by the user if no scheduler placed it.
     """
     if not env.flag("GGMLB_FUSE", default=True):
         return {*nodes}

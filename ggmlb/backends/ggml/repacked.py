@@ -1,7 +1,7 @@
-"""Extra buffer types of ggml's CPU, which store weights in another order (`CPU_REPACK`, `AMX`, ...).
+"""Extra buffer types of ggml's CPU, which repack weights (`CPU_REPACK`, `AMX`, ...).
 
-ggml packs only whole weights, and cannot read them back. The permutation of the bits of a group of rows is
-measured by packing marked rows, so that partial writes and reads work as in any memory.
+ggml repacks only whole weights, and cannot read them back. Here the permutation of bits within a group of
+rows is measured by repacking test patterns, so that partial writes and reads work, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_ROWS: Final = 64
 
 
 class Order(NamedTuple):
-    """The permutation of bits that packing applies to a group of rows.
+    """The permutation of bits by which ggml repacks a group of rows.
 
     Attributes:
         bits: Index in the packed group of each bit of the rows.
@@ -43,7 +43,7 @@ class Order(NamedTuple):
 
 
 class GgmlRepackedBufferType(GgmlBufferType):
-    """Host memory that stores contiguous weights packed, for products."""
+    """Host memory that stores contiguous weights repacked, for matrix products."""
 
     def __init__(self, device: GgmlDevice, handle: int) -> None:
         super().__init__(device, handle)
@@ -53,22 +53,22 @@ class GgmlRepackedBufferType(GgmlBufferType):
         self._lock = threading.RLock()
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether the tensor is packed, so that the device computes its products."""
+        """Whether the tensor would be repacked here."""
         return self.group_rows(tensor) > 0
 
     def is_readable(self, tensor: Tensor) -> bool:
-        """Whether packing, if it is packed, only moves and inverts bits."""
+        """Whether the tensor can be read back: it is not repacked, or only by a permutation of bits."""
         try:
             return not self.suits(tensor) or bool(self._order(tensor))
         except BackendError:
             return False
 
     def packing(self, tensor: Tensor) -> str:
-        """The memory's name for tensors that are packed."""
+        """The buffer type's name if the tensor is repacked, else empty."""
         return self.name if self.suits(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
+        """Return why a node cannot use operands in this memory, or `None`; only weights of products may."""
         if not self.is_used:
             return None
         weight = weight_in(self, node)
@@ -77,10 +77,10 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return misplaced(self, node)
 
     def group_rows(self, tensor: Tensor) -> int:
-        """Rows that are packed together; 0 if the tensor is stored as it is.
+        """Rows that are repacked together; 0 if the tensor is stored unchanged.
 
-        That is the least number of rows at which ggml, and a trial, say yes to a product; what is packed
-        must need no more memory.
+        It is the least number of rows for which ggml and a test run accept a product, if the repacked weight
+        takes no more memory.
         """
         asked = (tensor.dtype, tensor.ne, tensor.is_contiguous())
         with self._lock:
@@ -89,7 +89,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
             return self._groups[asked]
 
     def pack(self, rows: Bytes, dtype: DType, k: int) -> Bytes:
-        """Return whole groups of rows of `k` elements as ggml packs them."""
+        """Return whole groups of rows of `k` elements as ggml repacks them."""
         tensor = Tensor(dtype, (k, rows.size // dtype.row_size(k), 1, 1), name="rows")
         out = aligned_empty(rows.size)
         library, memory = self.device.library, self.device.library.room(1)
@@ -100,10 +100,10 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return out
 
     def unpack(self, packed: Bytes, tensor: Tensor) -> Bytes:
-        """Return whole groups of a weight's rows from packed bytes.
+        """Return the rows of whole groups of a weight, from their repacked bytes.
 
         Raises:
-            BackendError: Packing does more to this type than to move and invert bits.
+            BackendError: Repacking this type is more than a permutation of bits.
         """
         order = self._order(tensor)
         bits = np.unpackbits(packed.reshape(-1, order.bits.size // 8), axis=1)
@@ -121,7 +121,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return GgmlRepackedBuffer(self, nbytes, handle)
 
     def _nothing(self) -> GgmlBuffer:
-        """An empty buffer, to ask ggml about tensors in this memory."""
+        """Return an empty buffer, for queries about tensors in this memory."""
         if self._empty is None:
             self._empty = cast("GgmlBuffer", self._alloc_buffer(ALIGNMENT))
         return self._empty
@@ -160,7 +160,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         )
 
     def _learn(self, dtype: DType, k: int, n_rows: int) -> Order:
-        """Measure the permutation of a group's bits: pack the binary digits of each bit's number."""
+        """Measure the permutation of a group's bits: repack bit `i` of every bit's index, for each `i`."""
         n = 8 * n_rows * dtype.row_size(k)
         numbers = np.arange(n, dtype=np.int32)
 
@@ -178,13 +178,13 @@ class GgmlRepackedBufferType(GgmlBufferType):
             if np.array_equal(np.packbits(bits[:, order.bits] ^ order.flips), rows):
                 return order
         raise BackendError(
-            f"{self.name} cannot read a weight of type {dtype.name.lower()}, nor write a part of a group of "
-            f"{n_rows} rows: packing does more than to move bits; place it in other memory"
+            f"{self.name} cannot read a {dtype.name.lower()} weight back, nor write less than {n_rows} rows "
+            "of it: repacking changes values; place the weight in another buffer type"
         )
 
 
 class GgmlRepackedBuffer(PackedBuffer, HostBuffer, GgmlBuffer):
-    """Weights in host memory, packed at upload."""
+    """Weights in host memory, repacked at upload."""
 
     buft: GgmlRepackedBufferType
     _base: Bytes

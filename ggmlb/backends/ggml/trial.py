@@ -1,4 +1,4 @@
-"""The child process of `trust.Child`, which computes trials: `python -m ggmlb.backends.ggml.trial`."""
+"""The child process that tests nodes for `trust.Child`: `python -m ggmlb.backends.ggml.trial`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ggmlb.backends.ggml import backend_reg
 from ggmlb.backends.ggml.device import GgmlDevice
 from ggmlb.backends.ggml.library import GgmlLibrary, guard
 from ggmlb.backends.ggml.plan import INDICES
-from ggmlb.backends.ggml.trust import Judge, Shape, Trial, how_it_ended, last_words
+from ggmlb.backends.ggml.trust import Judge, Shape, Trial, abort_reason, error_line
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Hint, Op
@@ -27,10 +27,10 @@ from ggmlb.interface import Backend, BufferType, tensor_alloc
 from ggmlb.interface.registry import host_device
 
 MOST_NMSE: Final = 1e-3
-"""Largest error of a trial (NMSE); ggml rounds activations. The conformance kit has each op's own limit."""
+"""Largest accepted NMSE; ggml rounds activations. The conformance kit has a limit for each op."""
 
 MOST_ELEMENTS: Final = 1 << 18
-"""Elements of a tensor beyond which a trial is made smaller, if its op has extents that may be."""
+"""Elements of a tensor above which a trial's shapes are reduced, if its op is in `SHRINKABLE`."""
 
 FEW_ELEMENTS: Final = 256
 FEW_DRAWS: Final = 4
@@ -41,30 +41,30 @@ SHRINKABLE: Final = frozenset(
      Op.NORM, Op.SOFT_MAX, Op.ROPE, Op.CPY, Op.CONT, Op.DUP, Op.SCALE, Op.UNARY, Op.FLASH_ATTN_EXT,
      Op.ADD_ID, Op.L2_NORM, Op.SQR, Op.SUM_ROWS, Op.ARGMAX}
 )  # fmt: skip
-"""Ops whose operands are related by equal extents and repeats alone."""
+"""Ops whose operands' extents are equal or repeated, so that all can be reduced alike."""
 
 COPIES: Final = frozenset({Op.CPY, Op.CONT, Op.DUP})
-"""Those of them whose operands need only equal numbers of elements."""
+"""The `SHRINKABLE` ops whose operands need only the same number of elements."""
 
 POSITIVE: Final = frozenset(
     {Op.LOG, Op.SQRT, Op.DIV, Op.SOLVE_TRI, Op.OPT_STEP_ADAMW, Op.MUL_MAT, Op.MUL_MAT_ID, Op.OUT_PROD,
      Op.FLASH_ATTN_EXT, Op.FLASH_ATTN_BACK}
 )  # fmt: skip
-"""Ops that need positive numbers, or whose sums should not cancel where activations are rounded."""
+"""Ops tried with positive numbers: their domain, or to avoid cancellation in sums of rounded activations."""
 
 
-class Trusting(Judge):
-    """Trusts every node, as this process may be aborted."""
+class AcceptAll(Judge):
+    """Accepts every node: this child process may be aborted."""
 
     def verdict(self, device: GgmlDevice, node: Tensor) -> str | None:
-        """`None`."""
+        """Return `None`: accepted."""
         return None
 
 
 def judge(stream: Backend, reference: Backend, trial: Trial) -> str | None:
-    """Compute a node on the device and by the reference; return what is wrong, or `None`.
+    """Compute a trial's node on both streams; return the difference as text, or `None` if they agree.
 
-    A small one is computed for several values: a wrong element may be right by chance.
+    Small nodes are computed for several values: a wrong element may be right by chance.
     """
     trial = _smaller(trial)
     node = _node(trial)
@@ -168,7 +168,7 @@ def _values(node: Tensor, index: int, t: Tensor, draw: int) -> npt.NDArray[np.ui
 
 
 def _hadamard(ne: Ne) -> npt.NDArray[np.float32]:
-    """Return matrices of rows that are orthogonal, of length 1, and of equal numbers but for their signs."""
+    """Return normalised Hadamard matrices."""
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < ne[0]:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -186,7 +186,7 @@ def _n_indices(node: Tensor, index: int) -> int:
 
 
 def _smaller(trial: Trial) -> Trial:
-    """Return a large trial with extents above 256 reduced: equal ones alike, in the same classes."""
+    """Return a large trial with extents above 256 reduced: equal ones alike, keeping the node's `kind`."""
     shapes = [s for s in (trial.result, *trial.operands) if s is not None]
     if trial.op not in SHRINKABLE or max(math.prod(s.ne) for s in shapes) <= MOST_ELEMENTS or trial.view_of:
         return trial
@@ -237,7 +237,7 @@ def _write(pipe: int, said: str | None) -> None:
 
 
 def _limit_time(seconds: int) -> None:
-    """Limit the processor time of the process from now on, so that the system ends one that spins."""
+    """Limit the processor time of the process from now on, to stop an endless loop."""
     if os.name == "posix":
         import resource
 
@@ -258,7 +258,7 @@ def _end_with_parent() -> None:
 
 
 def _serve(device: GgmlDevice, answers: int, limit_s: int) -> None:
-    """Answer trials until the pipe is closed, or one ends the process."""
+    """Compute trials until the pipe is closed, or a trial aborts the process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     one = {"n_threads": 1} if device.is_cpu else None  # several would wait for each other by spinning
     stream, reference = device.init_backend(one), host_device().init_backend()
@@ -266,17 +266,17 @@ def _serve(device: GgmlDevice, answers: int, limit_s: int) -> None:
         _limit_time(limit_s)
         try:
             said = judge(stream, reference, trial)
-        except Exception as error:  # told, as one that ends the process
+        except Exception as error:  # reported like an abort
             said = f"a trial of it failed: {type(error).__name__}: {error}"
         _write(answers, said)
 
 
 def main() -> None:
-    """Answer trials; on a CPU in a fork, since another fork costs less than another process."""
+    """Compute trials from standard input; on a CPU in a fork, which is faster to replace after an abort."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what C prints
     found, prefix, facts, index, limit_s = _read(0)
-    device = GgmlDevice(backend_reg(), GgmlLibrary(found, prefix, facts), index, Trusting())
+    device = GgmlDevice(backend_reg(), GgmlLibrary(found, prefix, facts), index, AcceptAll())
     device.library.load()
     if not (device.is_cpu and hasattr(os, "fork")):  # drivers of GPUs do not survive a fork
         _serve(device, answers, limit_s)
@@ -291,8 +291,8 @@ def main() -> None:
         _, status = os.waitpid(fork, 0)
         if not status:
             return
-        words = last_words(os.pread(2, 1 << 20, n_written))
-        _write(answers, how_it_ended(os.WTERMSIG(status), words))
+        words = error_line(os.pread(2, 1 << 20, n_written))
+        _write(answers, abort_reason(os.WTERMSIG(status), words))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Trials of a library, one per kind of node, in a child process.
+"""Test runs of a library's ops in a child process, one per kind of node.
 
-ggml's `supports_op` accepts some nodes at which the library then aborts the process, or computes other values
-than ggmlb. So the first node of each `kind` is computed in a child process (`trial`) and compared with the
-CPU's result; verdicts are cached on disk, by library and device.
+ggml's `supports_op` accepts some nodes that then abort the process, or give other values than ggmlb. So the
+first node of each `kind` is computed in a child process (`trial`) and compared with the CPU's result; the
+outcome is cached on disk, by library and device.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from ggmlb.backends.ggml.device import GgmlDevice
 
 EDITION: Final = 6
-"""Version of the trials; older verdicts are not used."""
+"""Version of the trials; cached outcomes of older ones are ignored."""
 
 CPU_LIMIT_S: Final = 30
 GPU_LIMIT_S: Final = 120
-"""Processor time of a trial on a CPU, and on a GPU, whose driver may compile shaders for a minute [s]."""
+"""Limits of a trial's processor time [s]; a GPU's driver may compile shaders for a minute."""
 
 PATIENCE_S: Final = 300.0
 """Time limit of a trial [s], generous for a busy machine."""
@@ -57,11 +57,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A node to be tried.
+    """A node to test.
 
     Attributes:
-        view_of: Index of the operand whose memory the result is in, and the offset there [bytes]; or `None`.
-        memory: Name of ggml's buffer type that the first operand lies in; the device's own if empty.
+        view_of: Index of the operand of which the result is a view, and its offset [bytes]; or `None`.
+        memory: Name of the first operand's extra buffer type; empty for the default one.
     """
 
     op: Op
@@ -86,10 +86,10 @@ def trial_of(node: Tensor, memory: str) -> Trial:
 
 
 def kind(trial: Trial) -> str:
-    """Return the kind of a node as text: the facts by which a library selects a kernel.
+    """Return the kind of a node as text: the properties by which a library selects a kernel.
 
-    Kinds tell apart the op and its modes, the types, and of extents and strides the classes that kernels
-    make: empty, one, few, many; whole vectors; contiguous, with gaps, permuted.
+    These are op, modes, types, and classes of extents and strides: 0, 1, few, many; divisible by a vector;
+    contiguous, with gaps, permuted.
     """
     modes = [
         f"{name}={value.name if isinstance(value, Enum) else bool(value)}"
@@ -106,9 +106,8 @@ def kind(trial: Trial) -> str:
 def _class(s: Shape, exact: bool) -> str:
     """Return type and class of a tensor: `"f32[m/32,s,1,1]"`.
 
-    If it is not contiguous, the order of its strides follows, `s` if elements of a row lie apart, and pairs
-    of dimensions of which the second begins where the first ends: ggml's assertions read strides of
-    dimensions of one element, too.
+    If it is not contiguous, the order of its strides follows, `s` if elements of a row are strided, and each
+    pair `ij` where the stride of `j` is the size of `i`: ggml asserts on strides even of one element.
     """
     sizes = ["0" if n == 0 else "1" if n == 1 else "s" if n <= 8 else "m" for n in s.ne]
     inner = str(s.ne[0]) if exact and s.ne[0] <= 1024 else sizes[0]
@@ -124,7 +123,7 @@ def _class(s: Shape, exact: bool) -> str:
 
 
 class Judge:
-    """The verdicts on one device."""
+    """Cached outcomes of one device's trials."""
 
     def __init__(self) -> None:
         self._verdicts: dict[str, str] | None = None
@@ -135,7 +134,7 @@ class Judge:
         self._changed = False
 
     def verdict(self, device: GgmlDevice, node: Tensor) -> str | None:
-        """Return why nodes of this kind are not trusted, or `None`; tries one if none was tried yet."""
+        """Return why this kind of node failed its trial, or `None`; runs the trial at the first call."""
         first = node.src[0] if node.src else None
         buffer = None if first is None else first.buffer
         memory = "" if buffer is None or buffer.buft not in device.extra_bufts else buffer.buft.name
@@ -169,14 +168,14 @@ class Judge:
         return found
 
     def save(self) -> None:
-        """Write the verdicts to disk, merged with those of other processes."""
+        """Write the outcomes to disk, merged with those of other processes."""
         if self._changed and self._verdicts is not None:
             self._verdicts = {**self._load(), **self._verdicts}
             disk_cache.save(self._file, json.dumps(self._verdicts).encode())
             self._saved_at, self._changed = monotonic(), False
 
     def close(self) -> None:
-        """Write the verdicts, and end the child process."""
+        """Write the outcomes, and end the child process."""
         with self._lock:
             self.save()
             child, self._child = self._child, None
@@ -186,7 +185,7 @@ class Judge:
 
 
 class Child:
-    """A child process that computes trials on a device; restarted when a trial has ended it."""
+    """A child process that computes trials on a device; started again after a trial aborts it."""
 
     def __init__(self, device: GgmlDevice) -> None:
         library = device.library
@@ -196,7 +195,7 @@ class Child:
         self._errors: Any = None
 
     def run(self, trial: Trial) -> str | None:
-        """Return why a node is not to be trusted, or `None`."""
+        """Run a trial; return why it failed, or `None`."""
         if self._process is None:
             self._start()
         process = self._process
@@ -212,7 +211,7 @@ class Child:
             answer = process.stdout.read(n) if n else b""
         except OSError:
             answer = b""
-        except BaseException:  # as Ctrl-C; its answer would be taken for the next one's
+        except BaseException:  # such as Ctrl-C: the late answer would be read as the next trial's
             self.close()
             raise
         finally:
@@ -222,11 +221,11 @@ class Child:
             return said
         status = process.wait()
         self._errors.seek(0)
-        words = last_words(self._errors.read())
+        words = error_line(self._errors.read())
         self.close()
         if monotonic() - start > PATIENCE_S:
             return f"a trial of it took longer than {PATIENCE_S:.0f} s"
-        return how_it_ended(-status, words)
+        return abort_reason(-status, words)
 
     def close(self) -> None:
         """End the process."""
@@ -250,7 +249,7 @@ class Child:
             env=env.extended({**QUIET, "PYTHONPATH": path}), start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin is not None
-        with suppress(OSError):  # it ended already, which the first trial tells
+        with suppress(OSError):  # it ended already; the first trial reports that
             self._process.stdin.write(len(self._setup).to_bytes(8, "little") + self._setup)
             self._process.stdin.flush()
 
@@ -264,15 +263,15 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def how_it_ended(ended_by: int, words: str) -> str:
-    """Return why a node whose trial ended the process is not to be trusted, by the signal's number."""
+def abort_reason(ended_by: int, words: str) -> str:
+    """Return the reason of a failed trial from the signal that ended its process, and its `error_line`."""
     if ended_by == getattr(signal, "SIGXCPU", None):
-        return "a trial of it did not end: it used all the processor time that it may"
+        return "a trial of it did not end within the limit of processor time"
     return f"a trial of it ended the process (signal {ended_by}): {words}"
 
 
-def last_words(log: bytes) -> str:
-    """Return the line of a log that says why a process ended."""
+def error_line(log: bytes) -> str:
+    """Return the first line of a log with an assertion or error, else the last line."""
     lines = log.decode(errors="replace").strip().splitlines()
     told = [line for line in lines if "ASSERT" in line or "error" in line.lower()] or lines[-1:]
     return " ".join(told[0].split()) if told else "it said nothing"
