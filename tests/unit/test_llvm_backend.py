@@ -233,7 +233,7 @@ def test_results_written_past_the_caches(
         return c.add(leaf(F16, *ne), c.swiglu_split(c.silu(c.add(x, row)), c.scale(x, 0.5)))
 
     right = computed(program, llvm)
-    monkeypatch.setattr(context, "kept_nbytes", lambda: 0)
+    monkeypatch.setattr(context, "cached_nbytes", lambda: 0)
     llvm.kinds = Kinds()  # nothing is lowered so far
     assert (computed(program, llvm) == right).all()
 

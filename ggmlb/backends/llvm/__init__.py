@@ -1,7 +1,7 @@
 """The LLVM backend: kernels compiled at run time for the host's processor.
 
-It computes in the CPU's memory, so that a scheduler can assign it ops that it runs faster than NumPy,
-without copies. The compiler is imported when the device is first requested.
+It computes in the CPU's memory: a scheduler can assign it the ops that it runs faster than NumPy, without
+copies. The compiler is imported when the device is first requested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n
 
 
 class LlvmReg(BackendReg):
-    """The registration: one device."""
+    """The registry entry `LLVM`, with one device."""
 
     name = "LLVM"
 

@@ -1,4 +1,4 @@
-"""LlvmBackend: a synchronous stream, which computes a plan by one call of machine code on its threads."""
+"""LlvmBackend: a synchronous stream with threads of its own; computing a plan is one call of machine code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class LlvmBackend(Backend):
-    """Computes plans of compiled kernels.
+    """A stream that computes graphs by compiled kernels.
 
     Args:
-        device: The device, which keeps the steps of kinds that any of its streams has lowered.
-        n_threads: Number of threads, the caller's included.
+        device: The device, which caches lowered steps by kind of node for all its streams.
+        n_threads: Number of threads, including the caller's.
         library: The kernels.
 
     Raises:
@@ -44,20 +44,20 @@ class LlvmBackend(Backend):
 
     @property
     def n_threads(self) -> int:
-        """Threads that it uses."""
+        """Number of threads, including the caller's."""
         return self.pool.n
 
     @property
     def lowered_for(self) -> tuple[Library, int]:
-        """What lowered steps depend on, besides their kind: the kernels and the number of threads."""
+        """Cache key of lowered steps, besides the kind of node: the kernels and the number of threads."""
         return self.library, self.pool.n
 
     def set_n_threads(self, n: int) -> None:
-        """Use `n` threads from now on.
+        """Set the number of threads for later graphs.
 
         Raises:
             ArgumentError: `n` is less than 1.
-            GraphError: Called from a function that this backend calls.
+            GraphError: Called from a callback of this backend.
         """
         self._turns.run(self, self._use_threads, checked_n_threads(n))
 
@@ -67,11 +67,11 @@ class LlvmBackend(Backend):
         self._plans.clear()
 
     def can_fuse(self, group: Group) -> bool:
-        """Whether a kernel computes a group of nodes at once."""
+        """Whether one kernel computes the whole group of nodes."""
         return RULES.find(group) is not None
 
     def graph_optimize(self, graph: Graph) -> None:
-        """Move the nodes of fused groups together."""
+        """Reorder nodes so that those of a fused group follow each other."""
         gather(graph, self.can_fuse)
 
     def _plan(self, graph: Graph) -> GraphPlan:

@@ -23,7 +23,7 @@ class LlvmDevice(Device):
     """The processor as a device that computes in the CPU's buffer type.
 
     Attributes:
-        kinds: The steps of nodes and groups that its streams have lowered.
+        kinds: Cache of lowered steps, by kind of node or group.
     """
 
     name = "LLVM"
@@ -42,28 +42,28 @@ class LlvmDevice(Device):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The CPU's [bytes]."""
+        """Free and total memory of the host [bytes]."""
         return self._cpu.memory
 
     @property
     def caps(self) -> Caps:
-        """As the CPU's: it computes in the caller's memory."""
+        """Capabilities of the CPU device, whose memory it shares."""
         return self._cpu.caps
 
     @property
     def reg(self) -> BackendReg:
-        """The registration `LLVM`."""
+        """The registry entry `LLVM`."""
         return self._reg
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
         """Open a stream.
 
         Args:
-            params: `n_threads`: as many as the process may use by default. `simd`: the instruction set,
-                the widest by default (see `llvm.host.LEVELS`).
+            params: `n_threads` (default: the CPUs that the process may use), and `simd`, the instruction set
+                (default: the widest; see `llvm.codegen.host.LEVELS`).
 
         Raises:
-            ArgumentError: An unknown parameter, less than one thread, or what the processor cannot run.
+            ArgumentError: An unknown parameter, less than one thread, or an unsupported instruction set.
         """
         params = self.check_params(params, "n_threads", "simd")
         n_threads = params.get("n_threads")
@@ -79,11 +79,11 @@ class LlvmDevice(Device):
         return self._cpu.buffer_from_host_ptr(array, max_tensor_size)
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the kernels cannot compute the node, from the table used for lowering."""
+        """Return why the kernels cannot compute the node, or `None`, from the table used for lowering."""
         return RULES.declines(op) or self._repacked.declines(op)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Any host memory, and the extra buffer types."""
+        """Whether it computes in the buffer type: any host memory, and `extra_bufts`."""
         return buft.is_host or buft in self.extra_bufts
 
     @property

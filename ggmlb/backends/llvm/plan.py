@@ -1,4 +1,4 @@
-"""LlvmPlan: the steps of a graph with addresses, in an array that machine code reads (`kernels.driver`)."""
+"""LlvmPlan: the steps of a graph with their addresses, in an array read by `kernels.driver`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class LlvmPlan(GraphPlan):
-    """The steps of a graph; computing it again allocates nothing.
+    """A graph as steps (kernel launches); computing it again allocates nothing.
 
     Attributes:
         n_steps: Number of steps.
@@ -54,19 +54,19 @@ class LlvmPlan(GraphPlan):
             self._items = fuse(graph, backend.can_fuse, by_place=False)
             self._lower(backend, task)
         self._span = self._pool.span(self._address, 0, self.n_steps)
-        self._faults = self._errors.data  # after a step, NumPy's code is in no cache any more
+        self._faults = self._errors.data  # a memoryview: NumPy's code would be out of the caches after steps
 
     def _lower(self, backend: LlvmBackend, task: progress.Task) -> None:
-        """Lower new kinds of nodes, and bind the steps of all."""
+        """Lower new kinds of nodes, and set the addresses of all steps."""
         self._bind(*_Kinds(backend, self._items, task, self._kept).found(self._errors))
 
     def _bind(self, found: Sequence[LoweredSteps], sizes: Ints, slots: Ints) -> None:
-        """Concatenate the steps of all items, and add the addresses of their slots.
+        """Concatenate the steps of all items, and replace symbols by addresses.
 
         Args:
             found: The steps of each item.
             sizes: Number of slots of each item.
-            slots: The addresses of the slots of all items.
+            slots: Addresses of the slots of all items.
         """
         n_steps, n_args, n_symbols = (
             np.array(n, np.int64)
@@ -90,10 +90,10 @@ class LlvmPlan(GraphPlan):
         self._kept += (values, words, [x.kept for x in found])
 
     def run(self) -> Status:
-        """Compute the steps; before each node, call the backend's abort callback if there is one.
+        """Compute the graph; before each node, call the backend's abort callback if there is one.
 
         Raises:
-            BackendError: A kernel found a bad row number; names the node.
+            BackendError: A row index is out of range; the message has the node.
         """
         if self.backend.abort_callback is None:
             self._pool.run(self._span, self._shares)
@@ -121,12 +121,13 @@ class LlvmPlan(GraphPlan):
 
 
 class _Quantized(NamedTuple):
-    """An operand whose quantised values are in the stream's memory for activations.
+    """The operand whose quantised values are cached in the stream's memory for activations.
 
     Attributes:
-        address, form: Of the operand.
-        layout: The layout of the quantised values.
-        end: End of the operand's memory.
+        address: The operand's address.
+        form: Number of the operand's layout, alignment and packing (`Kinds.forms`).
+        layout: Layout of the quantised values.
+        end: End address of the operand.
     """
 
     address: int
@@ -136,13 +137,13 @@ class _Quantized(NamedTuple):
 
 
 class _Kinds:
-    """The steps of items by kind, lowered where the device has none yet.
+    """Finds the steps of items by kind in the device's cache, and lowers those that are missing.
 
     Args:
         backend: The stream.
         items: Nodes and groups, in order.
         task: Progress task, notified when a kernel is compiled.
-        kept: Where the memory of operands and scratch is kept.
+        kept: List that keeps the memory of operands and scratch alive.
     """
 
     def __init__(
@@ -156,13 +157,13 @@ class _Kinds:
         self._quantized: _Quantized | None = None
 
     def _starts_of(self, buffers: Collection[Buffer]) -> dict[Buffer, int]:
-        """Return the addresses of buffers, whose memory is kept."""
+        """Return the addresses of buffers, and keep their memory alive."""
         memories = {b: b.base for b in buffers}
         self._kept += memories.values()
         return {b: int(memory.ctypes.data) for b, memory in memories.items()}
 
     def found(self, errors: Ints) -> tuple[list[LoweredSteps], Ints, Ints]:
-        """Return the steps of each item, how many slots it has, and the addresses of all slots."""
+        """Return the steps of each item, its number of slots, and the addresses of all slots."""
         operands, found, flat = self._operands, list[LoweredSteps](), list[int]()
         n = len(operands.addresses)
         common = n, n + 1, n + 2, n + 3
@@ -179,7 +180,7 @@ class _Kinds:
         return found, sizes, slots
 
     def _lowered(self, item: Item, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> LoweredSteps:
-        """Return the steps of an item, given the numbers of its operands."""
+        """Return the steps of an item, given its operands' indices in `Operands`."""
         operands, kinds = self._operands, self._backend.kinds
         quantized = self._quantized and self._still_quantized(item, numbers)
         kind = (self._lowered_for, quantized, *operands.kind(item, numbers))
@@ -200,7 +201,7 @@ class _Kinds:
         return lowered
 
     def _still_quantized(self, item: Item, numbers: Sequence[int]) -> tuple[int, ActivationLayout] | None:
-        """Return the slot of an item's operand whose quantised values are in memory, and their layout."""
+        """Return slot and layout of the item's operand whose quantised values are cached, or `None`."""
         known, addresses, forms = self._quantized, self._operands.addresses, self._operands.forms
         assert known is not None
         for node in item.nodes if isinstance(item, Group) else (item,):
@@ -214,7 +215,7 @@ class _Kinds:
         return None
 
     def _take(self, workspace: Workspace, nbytes: int) -> int:
-        """Return the address of memory that the stream's plans share."""
+        """Return the address of memory shared by the stream's plans, of at least `nbytes`."""
         workspace.restart()
         memory = workspace.take((nbytes,), np.uint8)
         self._kept.append(memory)
@@ -222,6 +223,6 @@ class _Kinds:
 
 
 def _starts(sizes: Ints) -> Ints:
-    """Return the offset of each of some consecutive parts."""
+    """Return the start offset of each consecutive part (the exclusive prefix sum)."""
     starts: Ints = np.cumsum(sizes) - sizes
     return starts

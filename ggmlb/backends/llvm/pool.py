@@ -1,7 +1,7 @@
 """Pool: the threads of a backend, the caller's and workers.
 
 An idle worker polls for about a millisecond (longer than the usual pause between two graphs), then sleeps
-until the next graph; waking takes a tenth of that. No thread waits for a sleeping worker (see
+until the next graph; waking it takes a tenth of a millisecond. No thread waits for a sleeping worker (see
 `kernels.driver`).
 """
 
@@ -21,15 +21,17 @@ from ggmlb.interface.host import aligned_empty
 from ggmlb.system.process import process_state, start_thread
 
 SPINS = 40000
-"""Polls of an idle worker before it sleeps, of about 25 ns each."""
+"""Number of polls of an idle worker before it sleeps; one takes about 25 ns."""
 
 
 class Span(NamedTuple):
-    """Steps that are computed in one call, as words: ctypes takes 0.1 us per integer argument.
+    """A range of steps, as the argument array of one call of `driver.run`.
+
+    An array, as ctypes takes 0.1 us per integer argument.
 
     Attributes:
-        words: Control block, table, first step, and the one after the last.
-        address: Address of the words.
+        words: Control block, table of steps, first step, end (exclusive).
+        address: Address of `words`.
     """
 
     words: npt.NDArray[np.int64]
@@ -39,17 +41,17 @@ class Span(NamedTuple):
 class Pool:
     """The calling thread and `n - 1` workers, started at first use, and again after a fork.
 
-    One thread at a time computes.
+    Only one thread at a time may call it.
     """
 
-    _workers: Sequence[_Worker] = ()  # also where making one failed before there were any
+    _workers: Sequence[_Worker] = ()  # for `__del__`, if `__init__` failed
 
     def __init__(self, n: int, library: Library) -> None:
         self.n = n
         self._library = library
         self._run = function(library.address(driver.run), 1)
         self._control = aligned_empty(driver.control_words(n) * 8).view(np.int64)
-        self._ends = self._control[driver.STOP :][:1]  # `driver` may be gone when Python ends
+        self._ends = self._control[driver.STOP :][:1]  # `driver` may be unloaded at interpreter exit
         self._begin()
 
     def _begin(self) -> None:
@@ -61,25 +63,25 @@ class Pool:
         self._n_forks = process_state.n_forks
 
     def span(self, table: int, first: int, last: int) -> Span:
-        """Return a range of the steps in an array, for `run`.
+        """Return a range of steps, as an argument for `run`.
 
         Args:
-            table: Address of the array.
+            table: Address of the array of steps.
             first: The first step.
-            last: The one after the last.
+            last: End of the range (exclusive).
         """
         words = np.array([self._control.ctypes.data, table, first, last], np.int64)
         return Span(words, words.ctypes.data)
 
     def run(self, span: Span, share: bool) -> None:
-        """Compute steps.
+        """Compute a range of steps.
 
         Args:
             span: The steps, from this pool's `span`.
-            share: Whether any step is for several threads.
+            share: Whether any step has several chunks.
         """
         if self._n_forks != process_state.n_forks:
-            self._begin()  # threads do not survive a fork, and the control block may be in any state
+            self._begin()  # threads do not survive a fork, and the control block may be inconsistent
         if share and self.n > 1:
             self._wake()
         self._run(span.address)
@@ -90,7 +92,7 @@ class Pool:
             number = len(self._workers) + 1
             worker = _Worker(serve, self._control, number)
             if worker.thread is None:
-                self._most = len(self._workers)  # no further attempt at each graph
+                self._most = len(self._workers)  # do not try again at each graph
             else:
                 self._workers = [*self._workers, worker]
         for worker in self._workers:
@@ -124,7 +126,7 @@ def _address_of_yield() -> int:
 
 
 class _Worker:
-    """A thread that serves a control block; see `Pool`."""
+    """A worker thread: runs `driver.serve`, then sleeps until `bell` is released."""
 
     def __init__(self, serve: Any, control: npt.NDArray[np.int64], number: int) -> None:
         self._control = control  # kept alive while the thread reads it
@@ -141,7 +143,7 @@ class _Worker:
         while not self.ends:
             self._serve(address, self._number, SPINS, 0)
             self.sleeps = True
-            if not self.ends:  # else `end` may not release it any more
+            if not self.ends:  # otherwise `end` may already have run, and nothing would release it
                 self.bell.acquire()
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
-"""LLVM_Repacked: memory that stores weights in strips of 16 interleaved rows (`kernels.interleaved`).
+"""LLVM_Repacked: an extra buffer type that stores weights in strips of 16 interleaved rows.
 
-Products read strips faster. Sizes are unchanged, and tensors read back in ggml's layout. A weight whose
-number of rows is no multiple of 16, or whose type has no strips, is stored in ggml's layout. It is the
-device's extra buffer type: `get_proc_address("dev_get_extra_bufts")`.
+Matrix products read strips (`kernels.interleaved`) faster. Sizes are unchanged, and tensors are read back in
+ggml's layout. Weights with a number of rows that is not a multiple of 16, and types that have no strips, are
+stored in ggml's layout. `get_proc_address("dev_get_extra_bufts")` returns it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.device import LlvmDevice
 
 IN_STRIPS: Final = "_x16"
-"""Suffix of the name of a packed type."""
+"""Suffix of the type's name for weights in strips."""
 
 
 class RepackedBufferType(BufferType):
-    """Host memory for contiguous weights, which products read."""
+    """Host memory for weights of matrix products, stored in strips if contiguous."""
 
     def __init__(self, device: LlvmDevice) -> None:
         super().__init__(device, "LLVM_Repacked", ALIGNMENT)
@@ -39,11 +39,11 @@ class RepackedBufferType(BufferType):
         return is_packed(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """`_x16` for tensors in strips."""
+        """Name of the stored order: `_x16` for strips, else empty."""
         return IN_STRIPS if is_packed(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
+        """Return why a node cannot use operands in this memory, or `None`; only weights of products may."""
         if not self.is_used:
             return None
         weight = weight_in(self, node)
@@ -56,10 +56,10 @@ class RepackedBufferType(BufferType):
 
 
 class RepackedBuffer(PackedBuffer, HostBuffer):
-    """Weights in host memory, packed at upload."""
+    """Weights in host memory, packed to strips at upload."""
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Bytes of a strip."""
+        """Size of a strip [bytes]."""
         return interleaved.ROWS * tensor.dtype.row_size(tensor.ne[0])
 
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
@@ -75,7 +75,7 @@ class RepackedBuffer(PackedBuffer, HostBuffer):
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether this memory stores a weight in strips."""
+    """Whether `LLVM_Repacked` memory stores a weight in strips."""
     name = tensor.dtype.name.lower()
     return (
         (name in FORMATS or name in SIZES) and tensor.ne[1] % interleaved.ROWS == 0 and tensor.is_contiguous()
@@ -90,7 +90,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _move(emit: Emit, packed: Bytes, rows: Bytes, tensor: Tensor) -> None:
-    """Run a kernel on whole strips, and the same rows in ggml's layout."""
+    """Pack or unpack whole strips by the kernel `emit`."""
     dtype, k = tensor.dtype, tensor.ne[0]
     kernel = function(library().address(emit, (dtype.name.lower(), dtype.type_size)), 4)
     n_strips = rows.size // (interleaved.ROWS * dtype.row_size(k))

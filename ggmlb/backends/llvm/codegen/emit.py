@@ -1,7 +1,7 @@
-"""Emitter of LLVM code: values with operators, memory, loops and variables over LLVM's builder.
+"""Emitter of LLVM IR: values with operators, memory accesses, loops and variables over llvmlite's builder.
 
-A Python function emits a kernel by computing with `Value`s like numbers. The LLVM code is for one
-instruction set, with its vector width. Addresses are 64-bit integers.
+A Python function emits a kernel by computing with `Value`s like numbers. The code is for one instruction set
+and its vector width. Addresses are 64-bit integers.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _CONTRACT = ("contract",)
 
 
 def vec(element: Any, n: int) -> Any:
-    """The type of `n` lanes."""
+    """The vector type of `n` lanes."""
     return ir.VectorType(element, n)
 
 
 def element_of(type_: Any) -> Any:
-    """The type of a lane, or of the scalar itself."""
+    """The element type of a vector type; a scalar type is returned as it is."""
     return type_.element if isinstance(type_, ir.VectorType) else type_
 
 
 def lanes_of(type_: Any) -> int:
-    """The lanes of a vector type; 1 of a scalar."""
+    """Number of lanes of a vector type; 1 for a scalar."""
     return type_.count if isinstance(type_, ir.VectorType) else 1
 
 
 def like(type_: Any, element: Any) -> Any:
-    """The type with as many lanes of another element."""
+    """The type with the lanes of `type_` and another element type."""
     return vec(element, type_.count) if isinstance(type_, ir.VectorType) else element
 
 
 def is_float(type_: Any) -> bool:
-    """Whether lanes are floats."""
+    """Whether the type is a float, or a vector of floats."""
     return isinstance(element_of(type_), (ir.HalfType, ir.FloatType, ir.DoubleType))
 
 
@@ -51,13 +51,13 @@ class Level:
     """An instruction set supported by the vector layer.
 
     Attributes:
-        name: As GGMLB_SIMD gives it.
-        lanes: 32-bit lanes of its vectors.
-        dot: Method of byte products: `vnni`, `maddubs`, `sdot` or `widen`.
-        tiles: Whether it has tile products of bytes (AMX).
-        f16: Whether it converts halves in hardware.
+        name: Its name in GGMLB_SIMD.
+        lanes: 32-bit lanes of a vector.
+        dot: Instructions for byte dot products: `vnni`, `maddubs`, `sdot` or `widen`.
+        tiles: Whether it has tile registers (AMX).
+        f16: Whether it converts float16 in hardware.
         needs: Required host features, by LLVM's names.
-        cpu: LLVM's processor for code below the host's own level.
+        cpu: LLVM's processor name, if the level is not the host's widest.
         features: Features added to that processor.
     """
 
@@ -82,7 +82,7 @@ class Value:
 
     @property
     def type(self) -> Any:
-        """LLVM's type."""
+        """The LLVM type."""
         return self.raw.type
 
     def _other(self, other: Operand) -> Any:
@@ -116,7 +116,7 @@ class Value:
     __rmul__ = __mul__
 
     def times(self, other: Operand) -> Value:
-        """The product, rounded by itself: it is not fused with a sum."""
+        """The product, never contracted to an FMA."""
         return Value(self.kernel, self.kernel.build.fmul(self.raw, self._other(other)))
 
     def __truediv__(self, other: Operand) -> Value:
@@ -167,7 +167,7 @@ class Value:
         return self._compare(">=", other)
 
     def equals(self, other: Operand) -> Value:
-        """Lane by lane."""
+        """The mask of lanes that are equal."""
         return self._compare("==", other)
 
     # -- lanes and types ---------------------------------------------------------------------------
@@ -177,12 +177,12 @@ class Value:
         return Value(self.kernel, self.kernel.build.extract_element(self.raw, index))
 
     def put(self, lane: int, value: Value) -> Value:
-        """The vector with another value in a lane."""
+        """The vector with one lane replaced."""
         build = self.kernel.build
         return Value(self.kernel, build.insert_element(self.raw, value.raw, ir.Constant(I32, lane)))
 
     def shuffle(self, lanes: Sequence[int], other: Value | None = None) -> Value:
-        """Lanes of this vector, and of the other one after them, in any order."""
+        """A vector of the given lanes of this vector, or of the two concatenated."""
         second = ir.Constant(self.type, ir.Undefined) if other is None else other.raw
         mask = ir.Constant(vec(I32, len(lanes)), list(lanes))
         return Value(self.kernel, self.kernel.build.shuffle_vector(self.raw, second, mask))
@@ -193,45 +193,45 @@ class Value:
         return self.shuffle(range(n // 2)), self.shuffle(range(n // 2, n))
 
     def join(self, upper: Value) -> Value:
-        """This vector, and another of its length after it."""
+        """This vector and another of its length, concatenated."""
         return self.shuffle(range(2 * self.type.count), upper)
 
     def splat(self, n: int) -> Value:
-        """The scalar in `n` lanes."""
+        """The scalar broadcast to `n` lanes."""
         one = ir.Constant(vec(self.type, n), ir.Undefined)
         first = Value(self.kernel, self.kernel.build.insert_element(one, self.raw, ir.Constant(I32, 0)))
         return first.shuffle([0] * n)
 
     def bits(self, type_: Any) -> Value:
-        """The same bits as another type."""
+        """The same bits reinterpreted as another type."""
         return Value(self.kernel, self.kernel.build.bitcast(self.raw, type_))
 
     def zext(self, element: Any) -> Value:
-        """Wider integers, zeros above."""
+        """Integers zero-extended to another element type."""
         return Value(self.kernel, self.kernel.build.zext(self.raw, like(self.type, element)))
 
     def sext(self, element: Any) -> Value:
-        """Wider integers, the sign above."""
+        """Integers sign-extended to another element type."""
         return Value(self.kernel, self.kernel.build.sext(self.raw, like(self.type, element)))
 
     def trunc(self, element: Any) -> Value:
-        """The lower bits, or a narrower float."""
+        """Integers truncated, or floats rounded, to a narrower element type."""
         build, type_ = self.kernel.build, like(self.type, element)
         cut = build.fptrunc if is_float(self.type) else build.trunc
         return Value(self.kernel, cut(self.raw, type_))
 
     def to_float(self, element: Any = F32) -> Value:
-        """Integers, or narrower floats, as floats."""
+        """Signed integers, or narrower floats, converted to floats."""
         build, type_ = self.kernel.build, like(self.type, element)
         return Value(self.kernel, (build.fpext if is_float(self.type) else build.sitofp)(self.raw, type_))
 
     def to_int(self, element: Any = I32) -> Value:
-        """Floats as integers, towards zero."""
+        """Floats converted to integers, towards zero."""
         return Value(self.kernel, self.kernel.build.fptosi(self.raw, like(self.type, element)))
 
 
 class Variable:
-    """A variable that changes between iterations of a loop; LLVM keeps it in a register."""
+    """A mutable variable, such as an accumulator; LLVM keeps it in a register."""
 
     def __init__(self, kernel: Emitter, start: Value) -> None:
         self._kernel = kernel
@@ -240,23 +240,23 @@ class Variable:
         self.set(start)
 
     def set(self, value: Value) -> None:
-        """Give it another value."""
+        """Assign a value."""
         self._kernel.build.store(value.raw, self._slot)
 
     @property
     def now(self) -> Value:
-        """Its value."""
+        """Its current value."""
         return Value(self._kernel, self._kernel.build.load(self._slot))
 
 
 class Emitter:
-    """The body of a function `(args, chunk, n_chunks, thread)` that is being written.
+    """Writes the body of a kernel, a function `(args, chunk, n_chunks, thread)`.
 
     Attributes:
-        level: The instruction set it is for.
-        args: Address of its arguments, 8 bytes each.
-        chunk: Index of the call's part of the work.
-        n_chunks: Number of parts.
+        level: The target instruction set.
+        args: Address of the kernel's arguments, 8 bytes each.
+        chunk: Index of the chunk of work that a call computes.
+        n_chunks: Number of chunks.
         thread: Index of the thread, for scratch memory.
     """
 
@@ -274,39 +274,39 @@ class Emitter:
         self._n_args = 0
 
     def finish(self) -> None:
-        """End the function."""
+        """Emit the return."""
         self.build.ret_void()
 
-    # -- arguments, in the order in which they are asked for -----------------------------------------
+    # -- kernel arguments, read in order -------------------------------------------------------------
 
     def int_arg(self) -> Value:
-        """The next argument: an address, a size or a count."""
+        """Read the next kernel argument as a 64-bit integer: an address, a size or a count."""
         self._n_args += 1
         return self.load(I64, self.args + 8 * (self._n_args - 1), align=8)
 
     def ints(self, n: int) -> list[Value]:
-        """The next `n` arguments."""
+        """Read the next `n` kernel arguments as integers."""
         return [self.int_arg() for _ in range(n)]
 
     def float_arg(self) -> Value:
-        """The next argument, a number: float32."""
+        """Read the next kernel argument as float32."""
         return self.int_arg().bits(F64).trunc(F32)
 
     # -- constants, memory -------------------------------------------------------------------------
 
     def const(self, type_: Any, value: float) -> Value:
-        """A number, in all lanes."""
+        """A constant, in all lanes."""
         value = float(value) if is_float(type_) else int(value)
         if isinstance(type_, ir.VectorType):
             return Value(self, ir.Constant(type_, [value] * type_.count))
         return Value(self, ir.Constant(type_, value))
 
     def table(self, type_: Any, values: Sequence[float]) -> Value:
-        """A vector of numbers."""
+        """A constant vector."""
         return Value(self, ir.Constant(type_, list(values)))
 
     def i64(self, value: int) -> Value:
-        """A 64-bit number."""
+        """A 64-bit integer constant."""
         return self.const(I64, value)
 
     def load(self, type_: Any, address: Value, align: int = 1) -> Value:
@@ -320,24 +320,24 @@ class Emitter:
         self.build.store(value.raw, pointer, align=align)
 
     def store_past_caches(self, value: Value, address: Value, align: int) -> None:
-        """Write to memory, of the vector's alignment; `fence` must follow before other threads read it."""
+        """Non-temporal store, aligned to the vector; call `fence` before other threads read."""
         pointer = self.build.inttoptr(address.raw, value.type.as_pointer())
         store = self.build.store(value.raw, pointer, align=align)
         store.set_metadata("nontemporal", self.module.add_metadata([ir.Constant(I32, 1)]))
 
     def fence(self) -> None:
-        """Order writes past the caches before later writes, for other threads."""
+        """Make earlier non-temporal stores visible to other threads."""
         self.build.fence("seq_cst")
 
     def local(self, nbytes: int) -> Value:
-        """The address of memory of the call's own, aligned to 64 bytes; up to some tens of thousands."""
+        """Reserve stack memory, aligned to 64 bytes; at most some tens of thousands of bytes."""
         with self.build.goto_entry_block():
             slot = self.build.alloca(ir.ArrayType(I8, nbytes))
             slot.align = 64
             return Value(self, self.build.ptrtoint(slot, I64))
 
     def constants(self, name: str, values: Sequence[float]) -> Value:
-        """The address of float64 numbers in memory that is only read, by a name in the module."""
+        """The address of a read-only float64 array, defined once per module by its name."""
         found = self.module.globals.get(name)
         if found is None:
             type_ = ir.ArrayType(F64, len(values))
@@ -351,17 +351,17 @@ class Emitter:
         return mask.bits(ir.IntType(mask.type.count)).zext(I64) > 0
 
     def first_lanes(self, n: int, count: Value) -> Value:
-        """A mask of `n` lanes: the first `count` of them."""
+        """A mask of `n` lanes of which the first `count` are set."""
         return self.table(vec(I32, n), range(n)) < count.trunc(I32).splat(n)
 
     def load_masked(self, type_: Any, address: Value, mask: Value) -> Value:
-        """Read the lanes that a mask has; the others are 0."""
+        """Read the lanes that are set in a mask; the others are 0."""
         name = f"llvm.masked.load.{_suffix(type_)}.p0"
         pointer = self.build.inttoptr(address.raw, type_.as_pointer())
         return self.call(name, type_, Value(self, pointer), self.const(I32, 1), mask, self.const(type_, 0))
 
     def store_masked(self, value: Value, address: Value, mask: Value) -> None:
-        """Write the lanes that a mask has."""
+        """Write the lanes that are set in a mask."""
         name = f"llvm.masked.store.{_suffix(value.type)}.p0"
         pointer = self.build.inttoptr(address.raw, value.type.as_pointer())
         self.call(name, ir.VoidType(), value, Value(self, pointer), self.const(I32, 1), mask)
@@ -373,18 +373,18 @@ class Emitter:
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, locality, data)
 
     def call(self, name: str, result: Any, *args: Value) -> Value:
-        """Call an intrinsic, or a function of the process."""
+        """Call an LLVM intrinsic, or a C function of the process."""
         function = self.module.globals.get(name)
         if function is None:
             function = ir.Function(self.module, ir.FunctionType(result, [a.type for a in args]), name)
         return Value(self, self.build.call(function, [a.raw for a in args]))
 
     def generic(self, name: str, *args: Value) -> Value:
-        """Call an intrinsic that LLVM has for vectors of any length: `llvm.name.type`."""
+        """Call an overloaded LLVM intrinsic, `llvm.NAME.TYPE`, with the type of its first argument."""
         return self.call(f"llvm.{name}.{_suffix(args[0].type)}", args[0].type, *args)
 
     def opaque(self, x: Value) -> Value:
-        """An x86 vector unchanged, whose computation is hidden from LLVM, which would undo it."""
+        """Return an x86 vector unchanged, as an optimisation barrier for LLVM."""
         function = ir.FunctionType(x.type, [x.type])
         return Value(self, self.build.call(ir.InlineAsm(function, "", "=x,0"), [x.raw]))
 
@@ -396,7 +396,7 @@ class Emitter:
         return Value(self, self.build.select(mask.raw, yes.raw, other))
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """`a b + c`."""
+        """`a * b + c`, fused where the level has FMA."""
         return self.generic("fma", a, b, c) if self.level.dot != "widen" else a * b + c
 
     def maximum(self, a: Value, b: Operand) -> Value:
@@ -412,12 +412,12 @@ class Emitter:
     # -- control -----------------------------------------------------------------------------------
 
     def variable(self, start: Value) -> Variable:
-        """A value that loops change."""
+        """Declare a mutable variable with its initial value."""
         return Variable(self, start)
 
     @contextmanager
     def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
-        """Emit the block, run for each number from `start` on, below `stop`."""
+        """Emit the block as the body of `for i in range(start, stop, step)`; yields `i`."""
         first = start if isinstance(start, Value) else self.i64(int(start))
         last = stop if isinstance(stop, Value) else self.i64(int(stop))
         head = self.build.append_basic_block("head")
@@ -450,7 +450,7 @@ class Emitter:
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        """Emit the block, run if the condition holds."""
+        """Emit the block as the body of an `if`."""
         with self.build.if_then(condition.raw):
             yield
 
@@ -460,7 +460,7 @@ class Emitter:
 
 
 def _suffix(type_: Any) -> str:
-    """As LLVM's overloaded intrinsics are named: `v16f32`."""
+    """The type's suffix in names of overloaded intrinsics, such as `v16f32`."""
     element = element_of(type_)
     name = {F16: "f16", F32: "f32", F64: "f64"}.get(element) if is_float(type_) else f"i{element.width}"
     return f"v{type_.count}{name}" if isinstance(type_, ir.VectorType) else str(name)

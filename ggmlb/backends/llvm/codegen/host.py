@@ -1,6 +1,6 @@
 """Targets of code generation: instruction sets, and LLVM's target machine.
 
-LLVM itself is imported where it must answer: what it knows of the processor is cached on disk.
+LLVM is imported only when needed, as that is slow: its description of the processor is cached on disk.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class CompileTarget:
-    """A target of compilation: a level and LLVM's parameters.
+    """A compile target: an instruction set, and LLVM's processor and features.
 
     Attributes:
-        triple: LLVM's name of architecture and system; the host's if empty.
+        triple: LLVM's target triple; the host's if empty.
     """
 
     level: Level
@@ -54,11 +54,11 @@ class CompileTarget:
 
     @property
     def key(self) -> str:
-        """Key of the target's compiled code."""
+        """Cache key of code compiled for the target."""
         return f"{self.level.name}|{self.cpu}|{self.features}|{self.triple}"
 
     def machine(self, jit: bool = True) -> Any:
-        """Return LLVM's machine that emits the code."""
+        """Return LLVM's `TargetMachine`."""
         from llvmlite import binding
 
         initialize()
@@ -81,13 +81,13 @@ def initialize() -> None:
 
 _L2 = "SC_LEVEL2_CACHE_SIZE"
 _WRITES_PAST_CACHES = frozenset({"sapphirerapids", "emeraldrapids"})
-"""Processors, by LLVM's names, that write what their caches cannot keep faster to memory than to the last of
-the caches, even where it is read next: measured on the first, whose last cache is reached by a mesh."""
+"""Processors (LLVM's names) on which non-temporal stores of large results are faster, even if the result is
+read next: measured on the first, whose last-level cache is behind a mesh."""
 
 
 @cache
-def kept_nbytes() -> float:
-    """Bytes of a thread's operands up to which its result is better kept in the caches; perhaps infinity."""
+def cached_nbytes() -> float:
+    """Largest size of a thread's operands for which stores go through the caches [bytes]; may be infinite."""
     cpu, _, _ = _host()
     if cpu not in _WRITES_PAST_CACHES:
         return float("inf")
@@ -97,7 +97,7 @@ def kept_nbytes() -> float:
 
 @cache
 def _host() -> tuple[str, Mapping[str, bool], str]:
-    """LLVM's name of the processor, and its features, also as one text."""
+    """LLVM's name of the processor, and its features as a dict and as LLVM's text."""
     facts = _processor()
     digest = sha256(f"{llvmlite.__version__}|{facts}".encode()).hexdigest()[:32]
     path = disk_cache.folder("llvm") / f"{digest}.host"
@@ -115,11 +115,11 @@ def _host() -> tuple[str, Mapping[str, bool], str]:
 
 
 _TELLING = ("vendor_id", "cpu family", "model", "stepping", "flags")
-"""Lines of Linux' description of an x86 processor that LLVM's answers depend on."""
+"""Lines of /proc/cpuinfo that determine LLVM's description of an x86 processor."""
 
 
 def _processor() -> str:
-    """Return what the system tells of the first processor; empty where it tells no features."""
+    """Return these lines of the first processor; empty if the system lists no features."""
     lines = []
     try:
         with open("/proc/cpuinfo") as file:
@@ -134,12 +134,12 @@ def _processor() -> str:
 
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
-"""Of Linux on x86-64: a system call, what is asked of it, and for which part of the processor's state."""
+"""Linux on x86-64: `SYS_arch_prctl`, `ARCH_REQ_XCOMP_PERM`, and `XFEATURE_XTILEDATA`."""
 
 
 @cache
 def _may_use_tiles() -> bool:
-    """Ask the kernel that the threads of this process may use tiles: it keeps room for them only then."""
+    """Ask the Linux kernel for permission to use AMX tiles in this process; return whether it agrees."""
     if not sys.platform.startswith("linux"):
         return False
     ask = ctypes.CDLL(None, use_errno=True).syscall
@@ -147,7 +147,7 @@ def _may_use_tiles() -> bool:
 
 
 def levels_here() -> tuple[Level, ...]:
-    """Return the levels that this processor can run, the widest first."""
+    """Return the instruction sets that this processor supports, the widest first."""
     _, features, _ = _host()
     have = {name for name, on in features.items() if on}
     if not (have >= _AMX and _may_use_tiles()):
@@ -157,23 +157,23 @@ def levels_here() -> tuple[Level, ...]:
 
 @cache
 def target_for(name: str | None) -> CompileTarget:
-    """Return the target of a level by its name; of the host's widest by `None`.
+    """Return the compile target of an instruction set by its name; `None`: the host's widest.
 
     Raises:
-        ArgumentError: There is no such level, or the processor cannot run it.
+        ArgumentError: The name is unknown, or the processor does not support it.
     """
     cpu, _, features = _host()
     here = levels_here()
     if name is None:
         best = here[0]
-        # Where only the plain level is left, LLVM's own choice of instructions stays open to it.
+        # LLVM may use all features of the host, even if only the plain level is supported.
         return CompileTarget(best, cpu, features)
     for level in here:
         if level.name == name:
             return CompileTarget(level, level.cpu or _baseline(), level.features)
     names = [level.name for level in here]
     raise ArgumentError(
-        f"no instruction set {name!r} (GGMLB_SIMD): this processor runs {', '.join(names)}"
+        f"no instruction set {name!r} (simd=, GGMLB_SIMD): this processor runs {', '.join(names)}"
         f"{did_you_mean(name, names)}"
     )
 

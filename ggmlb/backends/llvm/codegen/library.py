@@ -1,8 +1,8 @@
 """Library of kernels, compiled at first use, cached on disk, and loaded once per process.
 
-A file (`disk_cache`) holds the machine code of one kernel. Its key is the processor, the version of LLVM,
-the source of the emitters, and the kernel's name and parameters. LLVM is imported when a kernel is to be
-compiled, or where only it can load one (`loader`).
+The disk cache has one file of machine code per kernel. Its key is the processor, the version of LLVM, the
+source of the emitters, and the kernel's name and parameters. LLVM is imported only to compile a kernel, or
+to load one that `loader` cannot.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ggmlb.system import disk_cache, env
 from ggmlb.system.progress import Task
 
 Emit = Callable[..., None]
-"""Writes a kernel: `emit(emitter, *params)`."""
+"""Emits a kernel's body: `emit(emitter, *params)`."""
 
 _lock = RLock()
 
 
 class Library:
-    """The kernels of one target.
+    """The kernels of one compile target.
 
     Attributes:
-        target: The processor.
-        n_compiled: Kernels that were compiled, not found on disk.
+        target: The target.
+        n_compiled: Number of kernels compiled, instead of read from the disk cache.
     """
 
     def __init__(self, target: host.CompileTarget) -> None:
@@ -59,11 +59,11 @@ class Library:
         return binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)
 
     def address(self, emit: Emit, params: tuple[Any, ...] = (), task: Task | None = None) -> int:
-        """Return the address of the kernel emitted by `emit(kernel, *params)`.
+        """Return the address of a kernel, compiled or loaded at the first call.
 
         Args:
-            emit: A function of a module of this package.
-            params: Parameters it is specialised for, with distinct `repr`.
+            emit: A function of this package that emits its body: `emit(emitter, *params)`.
+            params: Compile-time parameters, with distinct `repr`.
             task: Progress task, notified of compilation.
         """
         key = (emit, params)
@@ -96,7 +96,7 @@ class Library:
         return int(self._engine.get_function_address(symbol))
 
     def compile(self, emit: Emit, params: tuple[Any, ...], symbol: str) -> bytes:
-        """Return the machine code of a kernel."""
+        """Compile a kernel; return its object file."""
         code: bytes = self._machine.emit_object(optimised(self.target, self._machine, emit, params, symbol))
         return code
 
@@ -104,7 +104,7 @@ class Library:
 def optimised(
     target: host.CompileTarget, machine: Any, emit: Emit, params: tuple[Any, ...], symbol: str
 ) -> Any:
-    """Return the kernel as an LLVM module, optimised."""
+    """Return a kernel as an optimised LLVM module."""
     from llvmlite import binding
 
     module = ir.Module(symbol)
@@ -123,7 +123,7 @@ def optimised(
 
 
 def source_files() -> list[Path]:
-    """Return the source files that kernels depend on."""
+    """Return the source files that the machine code of kernels depends on."""
     room = Path(__file__).parents[1]
     folders = room / "codegen", room / "kernels", Path(quants.__file__).parent
     files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
@@ -139,11 +139,11 @@ def _sources() -> str:
 
 
 def library(level: str | None = None) -> Library:
-    """The kernels for a level by its name; by default for what GGMLB_SIMD says, or the host's widest.
+    """Return the kernels for an instruction set; default: GGMLB_SIMD, else the host's widest.
 
     Raises:
-        ArgumentError: The processor cannot run the level, or there is none of that name.
-        BackendError: The sources of the kernels, by which those on disk are named, cannot be read.
+        ArgumentError: The name is unknown, or the processor does not support it.
+        BackendError: The source of the kernels, the key of the disk cache, cannot be read.
     """
     return _library(level or env.text("GGMLB_SIMD"))
 
@@ -153,9 +153,9 @@ def _library(level: str | None) -> Library:
     try:
         return Library(host.target_for(level))
     except OSError as error:
-        raise BackendError(f"LLVM: the sources of its kernels cannot be read: {error}") from error
+        raise BackendError(f"LLVM: the source files of ggmlb's kernels cannot be read: {error}") from error
 
 
 def function(address: int, n_args: int) -> Any:
-    """Return a callable of 64-bit integers, which runs without the GIL."""
+    """Return the function at an address as a ctypes callable of 64-bit integers; it releases the GIL."""
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * n_args)(address)

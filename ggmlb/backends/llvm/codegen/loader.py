@@ -1,9 +1,9 @@
-"""Loader of compiled kernels that needs no LLVM, whose library takes 60 MB and much of a start's time.
+"""Loader of compiled kernels without LLVM, whose library takes 60 MB and slows down the start.
 
-A kernel is an object file of one function and its constants. On x86-64 with ELF, LLVM's code model for
-compilation at run time refers to constants by absolute addresses only: the sections are laid out in memory,
-their addresses are written where relocations ask for them, and the memory is made executable. Objects of
-other formats, and those that call functions of libraries, are declined.
+A kernel is an object file of one function and its constants. On x86-64 with ELF, LLVM's JIT code model refers
+to constants by absolute addresses only: the loader copies the sections to memory, applies the relocations
+(R_X86_64_64), and makes the memory executable. It declines objects of other formats, and those that call
+library functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RELOCATABLE, _X86_64 = 1, 62
 _PROGRAM, _SYMBOLS, _RELOCATIONS = 1, 2, 4
 _WRITTEN, _IN_MEMORY = 1, 2
 _ABSOLUTE: Final = 1
-"""R_X86_64_64, the address of a symbol plus a number."""
+"""R_X86_64_64: the address of a symbol plus an addend."""
 
 
 class _Section(NamedTuple):
@@ -47,17 +47,17 @@ class _Section(NamedTuple):
 
 
 def load(data: bytes, symbol: str) -> int | None:
-    """Load an object file for the life of the process: threads may be in its code until that ends.
+    """Load an object file; its code is never unloaded, as threads may be running it.
 
     Args:
-        data: Its content, as LLVM wrote it.
-        symbol: The name of the function.
+        data: Content of the file, as LLVM wrote it.
+        symbol: Name of the function.
 
     Returns:
-        The address of the function; `None` where only LLVM can load the file.
+        The address of the function; `None` if only LLVM can load the file.
 
     Raises:
-        BackendError: The system gives no executable memory.
+        BackendError: The system allows no executable memory.
     """
     magic, kind, machine, _, _, _, at, _, _, _, _, _, n, _ = _HEADER.unpack_from(data)
     if (magic, kind, machine) != (_ELF_64, _RELOCATABLE, _X86_64):
@@ -93,7 +93,7 @@ def _entries(data: bytes, section: _Section, kind: Struct) -> Iterator[tuple[Any
 
 
 def _placed(image: bytearray, places: Iterable[tuple[int, int]]) -> int:
-    """Copy an image to executable memory, with addresses written at its relocations; return its address."""
+    """Copy an image to executable memory and apply relocations `(offset, target)`; return its address."""
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
     size = ctypes.c_size_t(len(image))
@@ -106,4 +106,7 @@ def _placed(image: bytearray, places: Iterable[tuple[int, int]]) -> int:
         if not system.mprotect(ctypes.c_void_p(base), size, mmap.PROT_READ | mmap.PROT_EXEC):
             return int(base)
     why = os.strerror(ctypes.get_errno())
-    raise BackendError(f"LLVM: the system gives no executable memory for compiled kernels: {why}")
+    raise BackendError(
+        f"LLVM: no executable memory for compiled kernels: {why}; if a security policy forbids it, use the "
+        "CPU device"
+    )

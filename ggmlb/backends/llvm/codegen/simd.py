@@ -1,7 +1,7 @@
 """The vector layer: vector operations for each instruction set.
 
-Byte products, conversions of halves, table look-ups, reductions over lanes, and transcendental functions.
-They use LLVM's generic vector operations, or else the level's instructions.
+Dot products of bytes, float16 conversions, table look-ups, reductions over lanes, and transcendental
+functions. They use LLVM's generic vector operations where possible, else intrinsics of the instruction set.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ggmlb.core.dtypes import DType
 # -- bytes -----------------------------------------------------------------------------------------
 
 _ANY = 1 << 30
-"""More products than are ever added."""
+"""Unlimited number of products."""
 
 
 class Dot:
-    """Sums of products of codes and signed bytes: of four neighbours each, added to 32-bit lanes.
+    """Byte dot products, as `vpdpbusd`: each 32-bit lane adds four products of a code and a signed byte.
 
-    Codes are unsigned and mean `code - offset`; or signed, with an `offset` of `None`. The offset times the
-    sum of the signed bytes is subtracted in the sums' initial value, computed once for many rows.
+    A code (quantised weight) is unsigned and means `code - offset`; or signed, with `offset` `None`. The
+    accumulator begins as `-offset` times the sum of the signed bytes, computed once for many rows.
     """
 
     def __init__(self, k: Emitter, lanes: int) -> None:
@@ -43,27 +43,27 @@ class Dot:
         self.lanes = lanes
 
     def start(self, x: Value, offset: int | None) -> Value:
-        """Return the initial value of sums of products with `x`, `<4 lanes x i8>`."""
+        """Return the initial accumulator for signed bytes `x`, `<4 lanes x i8>`."""
         k, zero = self.k, self.k.const(vec(I32, self.lanes), 0)
         if shift := self._shift(offset):
             return zero - self._unsigned(zero, k.const(x.type, shift), x)
         return zero
 
     def start_from(self, count: Value, offset: int | None) -> Value:
-        """Return the same where all lanes have the same signed bytes, from -128 times the sum of these."""
+        """Return the initial accumulator if all lanes have the same bytes; `count`: -128 times their sum."""
         if shift := self._shift(offset):
             assert shift == 128
             return count.splat(self.lanes)
         return self.k.const(vec(I32, self.lanes), 0)
 
     def _shift(self, offset: int | None) -> int:
-        """Return what the codes given to the instruction exceed their values by."""
+        """Return by how much the instruction's unsigned operand exceeds the code's value."""
         if self.k.level.dot == "vnni":
             return 128 if offset is None else offset
         return offset or 0 if self.k.level.dot == "maddubs" else 0
 
     def __call__(self, sums: Value, codes: Value, x: Value, offset: int | None) -> Value:
-        """Return `sums + codes . x`, where the initial value of `sums` was `start(x, offset)`."""
+        """Return `sums + codes . x` for `sums` that began as `start(x, offset)`."""
         k = self.k
         if k.level.dot == "vnni":
             return self._unsigned(sums, codes ^ -128 if offset is None else codes, x)
@@ -79,11 +79,11 @@ class Dot:
         counts: Sequence[Value] = (),
         start: Value | None = None,
     ) -> DotSum:
-        """Return an empty sum; see `DotSum`."""
+        """Return a new accumulator (`DotSum`) without products."""
         return DotSum(self, offset, most, scale, counts, start)
 
     def pairs(self, a: Value, b: Value) -> Value:
-        """The sums of products of two neighbouring 16-bit numbers, as 32-bit lanes."""
+        """Multiply 16-bit integers and add neighbouring pairs to 32-bit lanes, as `vpmaddwd`."""
         k, n = self.k, self.lanes
         if k.level.dot in ("vnni", "maddubs"):
             name = "avx2.pmadd.wd" if n == 8 else "avx512.pmaddw.d.512"
@@ -94,7 +94,7 @@ class Dot:
         return products[0] + products[1]
 
     def twice(self, x: Value) -> Value:
-        """Copy the lower half of 32-bit lanes to the upper half; 16-bit lanes are returned as they are."""
+        """Copy the low half of each 32-bit lane to its high half; 16-bit lanes are returned unchanged."""
         n = 2 * self.lanes
         if x.type.count == n:
             return x
@@ -112,7 +112,7 @@ class Dot:
         return sums + k.call("llvm.x86.avx2.pmadd.wd", vec(I32, 8), pairs, k.const(vec(I16, 16), 1))
 
     def _magnitudes(self, codes: Value, x: Value) -> tuple[Value, Value]:
-        """The codes without their signs, and `x` with them."""
+        """Return the codes' absolute values, and `x` with the codes' signs."""
         if self.lanes != 8:
             halves = [Dot(self.k, 8)._magnitudes(c, y) for c, y in zip(codes.split(), x.split(), strict=True)]
             return halves[0][0].join(halves[1][0]), halves[0][1].join(halves[1][1])
@@ -138,19 +138,19 @@ class Dot:
 
 
 class DotSum:
-    """A running sum of byte products, times a factor.
+    """An accumulator of byte dot products, with an integer scale.
 
     Args:
-        dot: The method.
+        dot: The dot product.
         offset: Offset of the codes; see `Dot`.
-        most: Greatest magnitude of `code - offset`.
-        scale: 16-bit factors in 32-bit lanes, or two equal ones per lane; `None` for 1.
-        counts: Sums of the signed bytes in each lane, of 16 bits each: of the first two of each four, and of
-            the others. With more than one vector, of both together.
-        start: The initial value, where there are no counts.
+        most: Largest magnitude of `code - offset`.
+        scale: 16-bit scales in 32-bit lanes, or two equal ones per lane; `None` for 1.
+        counts: Sums of the signed bytes of each lane, as two 16-bit halves: of the first two of each four
+            bytes, and of the others. Several vectors are added.
+        start: The initial accumulator, if there are no `counts`.
 
     Attributes:
-        at_once: Products that can be added before their sum needs more than 16 bits, where it has these.
+        at_once: On AVX2 (`maddubs`), number of products that can be added in 16 bits without overflow.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class DotSum:
         self._in_pairs = dot.k.level.dot == "maddubs"
         fit = 32767 // (2 * 127 * most) if self._in_pairs else 0
         self.at_once = fit if fit > 1 else _ANY
-        self._pairs: Value | None = None  # sums of products of two neighbours, 16 bits, if some can be added
+        self._pairs: Value | None = None  # 16-bit sums of pairs of products, if several can be added
         self._sums = start
         self._free = self.at_once
         shift = dot._shift(offset)
@@ -174,26 +174,26 @@ class DotSum:
             pairs = counts[0]
             for count in counts[1:]:
                 pairs = pairs + count
-            if fit > 1:  # such sums are right at the end though they overflow before
+            if fit > 1:  # may overflow in between: the final sum is right modulo 2^16
                 self._pairs = pairs * -shift
             else:
                 self._sums = dot.pairs(pairs, dot.k.const(pairs.type, -shift))
 
     def add(self, codes: Value, x: Value) -> None:
-        """Add products of four neighbours each."""
+        """Add four products to each lane."""
         if not self._free:
             self._settle()
         self._set(self._more(self._now(), codes, x))
         self._free -= 1
 
     def total(self) -> Value:
-        """The sum."""
+        """The scaled sum in 32-bit lanes."""
         self._settle()
         assert self._sums is not None
         return self._sums if self._scale is None or self._in_pairs else self._sums * self._scale
 
     def _now(self) -> Value:
-        """The running sum: of pairs, or of four products."""
+        """The current accumulator: 16-bit sums of pairs, or 32-bit sums."""
         if self.at_once < _ANY:
             return self.dot.k.const(vec(I16, 2 * self.dot.lanes), 0) if self._pairs is None else self._pairs
         return self.dot.k.const(vec(I32, self.dot.lanes), 0) if self._sums is None else self._sums
@@ -205,7 +205,7 @@ class DotSum:
             self._sums = now
 
     def _more(self, now: Value, codes: Value, x: Value) -> Value:
-        """The running sum with more products."""
+        """Return the accumulator `now` plus products."""
         dot = self.dot
         if not self._in_pairs:
             return dot(now, codes, x, self._offset)
@@ -215,14 +215,14 @@ class DotSum:
         return now + (pairs if self.at_once < _ANY else self._whole(pairs))
 
     def _whole(self, pairs: Value) -> Value:
-        """Sums of four products, times the factor, from those of two."""
+        """Return scaled 32-bit sums from 16-bit sums of pairs."""
         scale = self._scale
         return self.dot.pairs(
             pairs, self.dot.k.const(pairs.type, 1) if scale is None else self.dot.twice(scale)
         )
 
     def _settle(self) -> None:
-        """Add the sums of pairs to the 32-bit sum."""
+        """Add the 16-bit sums of pairs to the 32-bit sums."""
         if self._pairs is not None:
             found = self._whole(self._pairs)
             self._sums = found if self._sums is None else self._sums + found
@@ -232,10 +232,10 @@ class DotSum:
 def add_words(
     groups: Sequence[Sequence[DotSum]], n: int, read: Callable[[Value], tuple[list[Value], list[Value]]]
 ) -> None:
-    """Add `n` products to each group: of the codes of its row with the signed bytes of its column.
+    """Add `n` dot products to each accumulator `groups[row][column]`.
 
-    `read` returns the codes of all rows and the bytes of all columns, by number. With sums of 16 bits, a loop
-    keeps LLVM from filling the few registers with loaded codes instead of sums.
+    `read(i)` returns the codes of all rows and the signed bytes of all columns. With 16-bit sums it is a
+    loop: unrolled, LLVM would fill the registers with loaded codes and spill the accumulators.
     """
     every = [(r, c, group) for r, row in enumerate(groups) for c, group in enumerate(row)]
     k, at_once = every[0][2].dot.k, every[0][2].at_once
@@ -256,7 +256,7 @@ def add_words(
 
 
 def look_up(k: Emitter, table: Sequence[int], index: Value) -> Value:
-    """Bytes of a table of 16 by index, 32 or 64 at a time."""
+    """Look up bytes in a table of 16 (`pshufb`); `index`: 32 or 64 lanes."""
     n = lanes_of(index.type)
     if n == 64:
         return k.call("llvm.x86.avx512.pshuf.b.512", index.type, k.table(index.type, [*table] * 4), index)
@@ -278,7 +278,7 @@ def look_up(k: Emitter, table: Sequence[int], index: Value) -> Value:
 
 
 def from_half(k: Emitter, bits: Value) -> Value:
-    """16-bit patterns of halves as float32."""
+    """Convert float16, as 16-bit integers, to float32."""
     if k.level.f16:
         return bits.bits(like(bits.type, F16)).to_float()
     wide = bits.zext(I32)
@@ -290,13 +290,13 @@ def from_half(k: Emitter, bits: Value) -> Value:
 
 
 def to_half(k: Emitter, x: Value) -> Value:
-    """Float32 as 16-bit patterns of halves, to the nearest, halves to even."""
+    """Convert float32 to float16, as 16-bit integers; rounds to nearest, ties to even."""
     if k.level.f16:
         return x.trunc(F16).bits(like(x.type, I16))
     ints = like(x.type, I32)
     bits = x.bits(ints)
     magnitude = bits & 0x7FFFFFFF
-    # By adding a number whose last bit is worth what a half's is, the sum is rounded to it.
+    # Adding a number whose last bit has the weight of float16's last bit rounds the sum to it.
     exponent = magnitude & 0x7F800000
     least = k.select(exponent > 0x38800000, exponent, k.const(ints, 0x38800000))
     unit = (least + (13 << 23)).bits(x.type)
@@ -308,12 +308,12 @@ def to_half(k: Emitter, x: Value) -> Value:
 
 
 def from_bfloat(bits: Value) -> Value:
-    """16-bit patterns of bfloat16 as float32."""
+    """Convert bfloat16, as 16-bit integers, to float32."""
     return (bits.zext(I32) << 16).bits(like(bits.type, F32))
 
 
 def to_bfloat(k: Emitter, x: Value) -> Value:
-    """Float32 as 16-bit patterns of bfloat16, to the nearest, halves to even."""
+    """Convert float32 to bfloat16, as 16-bit integers; rounds to nearest, ties to even."""
     bits = x.bits(like(x.type, I32))
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -321,7 +321,7 @@ def to_bfloat(k: Emitter, x: Value) -> Value:
 
 
 def load_floats(k: Emitter, dtype: str, address: Value, lanes: int, mask: Value | None = None) -> Value:
-    """Read `lanes` values of a type (f32, f16, bf16) as float32; those that a mask leaves out are 0."""
+    """Read `lanes` values of type f32, f16 or bf16 as float32; lanes not set in the mask are 0."""
     type_ = vec(F32 if dtype == "f32" else I16, lanes)
     raw = k.load(type_, address) if mask is None else k.load_masked(type_, address, mask)
     if dtype == "f32":
@@ -332,7 +332,7 @@ def load_floats(k: Emitter, dtype: str, address: Value, lanes: int, mask: Value 
 def store_floats(
     k: Emitter, dtype: str, value: Value, address: Value, mask: Value | None = None, past_caches: bool = False
 ) -> None:
-    """Write float32 as values of a type; past the caches, `address` is a multiple of the vector's bytes."""
+    """Write float32 as f32, f16 or bf16; `past_caches`: by non-temporal stores to an aligned address."""
     if dtype != "f32":
         value = to_half(k, value) if dtype == "f16" else to_bfloat(k, value)
     if mask is None and past_caches:
@@ -344,7 +344,7 @@ def store_floats(
 
 
 def load_float(k: Emitter, dtype: str, address: Value) -> Value:
-    """Read one value."""
+    """Read one value of type f32, f16 or bf16 as float32."""
     if dtype == "f32":
         return k.load(F32, address)
     bits = k.load(I16, address)
@@ -352,13 +352,13 @@ def load_float(k: Emitter, dtype: str, address: Value) -> Value:
 
 
 SIZES = {t.name.lower(): t.type_size for t in (DType.F32, DType.F16, DType.BF16)}
-"""Bytes of the types that are computed with."""
+"""Sizes of the float types [bytes]."""
 
 # -- over lanes ------------------------------------------------------------------------------------
 
 
 def fold(k: Emitter, x: Value, both: Callable[[Value, Value], Value]) -> Value:
-    """Combine all lanes to one, halves with halves."""
+    """Reduce all lanes to a scalar by `both(a, b)`, as a tree."""
     n = lanes_of(x.type)
     while n > 1:
         n //= 2
@@ -367,9 +367,10 @@ def fold(k: Emitter, x: Value, both: Callable[[Value, Value], Value]) -> Value:
 
 
 def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value], each: int = 1) -> Value:
-    """Combine the lanes of each vector to one, or to `each`: a lane with those that many further on.
+    """Reduce each vector by `both(a, b)` to `each` lanes; return the results of all in one vector.
 
-    A power of two of vectors; as many results as lanes at most. With more than one of each, these are four.
+    Lane `i` of a result reduces lanes `i`, `i + each`, ... The number of vectors is a power of two; results
+    are at most a vector; `each` is 1 or 4.
     """
     n = lanes_of(vectors[0].type)
     found, n_results = list(vectors), each * len(vectors)
@@ -401,7 +402,7 @@ def total(k: Emitter, x: Value) -> Value:
 
 
 def greatest(k: Emitter, x: Value) -> Value:
-    """The greatest lane."""
+    """The largest lane."""
     return fold(k, x, k.maximum)
 
 
@@ -413,7 +414,7 @@ _EXP = (1.3814540579915047e-3, 8.36874544620514e-3, 4.166838899254799e-2, 1.6666
 """`(exp(r) - 1 - r) / r^2` up to half of ln 2: minimax, 3e-9 of the exponential; highest power first."""
 
 _ROUND = 12582912.0
-"""Adding and subtracting it rounds numbers below 2^22 to integers."""
+"""Adding and subtracting this constant rounds numbers below 2^22 to integers."""
 
 
 def polynomial(k: Emitter, x: Value, coefficients: Sequence[float]) -> Value:
@@ -432,12 +433,12 @@ def _power_of_two(k: Emitter, x: Value) -> tuple[Value, Value]:
 
 
 def _is_avx512(k: Emitter, x: Value) -> bool:
-    """Whether there are vectors of 16 lanes, and lanes for some of them."""
+    """Whether the level has AVX-512, and `x` is whole vectors of 16 lanes."""
     return k.level.lanes == 16 and lanes_of(x.type) % 16 == 0
 
 
 def _all(k: Emitter) -> tuple[Value, Value]:
-    """Operands of an intrinsic: the mask of all of 16 lanes, and rounding as usual."""
+    """Operands of an AVX-512 intrinsic: the mask of all 16 lanes, and the current rounding mode."""
     return k.const(I16, -1), k.const(I32, 4)
 
 
@@ -455,7 +456,7 @@ def _scaled(k: Emitter, x: Value, n: Value) -> Value:
         return _by_vectors(
             k, lambda x, n: k.call("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, x, *_all(k)), x, n
         )
-    # In two factors, because one alone has not the range.
+    # By two factors, as 2^n alone may be out of float32's range.
     exponent = n.to_int()
     half = k.select(exponent < -126, k.const(exponent.type, -126), exponent)
     half = k.select(half > 127, k.const(exponent.type, 127), half)
@@ -477,15 +478,15 @@ def _exp(k: Emitter, x: Value) -> Value:
 
 
 def exp(k: Emitter, x: Value) -> Value:
-    """The exponential, to about 1e-7 of its value; 0 and infinity where float32 ends."""
+    """The exponential, with a relative error of 1e-7; underflows to 0, overflows to infinity."""
     return _exp(k, _between(k, x, -104.0, 89.0))
 
 
 def expm1(k: Emitter, x: Value) -> Value:
-    """`exp(x) - 1`, near 0 too; infinity where float32 ends."""
+    """`exp(x) - 1`, accurate near 0; overflows to infinity."""
     n, r = _power_of_two(k, _between(k, x, -104.0, 89.0))
     e = k.fma(polynomial(k, r, _EXP), r * r, r)
-    # 2^128 is infinite while e 2^128 + 2^128 need not be: the last factor of 2 comes after the sum.
+    # 2^128 overflows where e 2^128 + 2^128 need not: so the last factor of 2 is applied after the sum.
     last = n > 127.0
     n = k.select(last, k.const(x.type, 127.0), n)
     y = _scaled(k, e, n) + (_scaled(k, k.const(x.type, 1.0), n) - 1.0)
@@ -493,7 +494,7 @@ def expm1(k: Emitter, x: Value) -> Value:
 
 
 def tanh(k: Emitter, x: Value) -> Value:
-    """The hyperbolic tangent, of large numbers too, with the sign of a zero."""
+    """The hyperbolic tangent, without overflow; of -0 it is -0."""
     e = expm1(k, k.generic("fabs", x) * -2.0)
     ints = like(x.type, I32)
     return ((-e / (e + 2.0)).bits(ints) | (x.bits(ints) & -0x80000000)).bits(x.type)
@@ -572,7 +573,7 @@ def _arctan_of_inverse(n: int, fraction: int) -> int:
 
 
 def _by_quadrant(k: Emitter, x: Value) -> tuple[Value, Value]:
-    """`q` and `r` with `x = q pi / 2 + r` but for whole turns, for any `x`; NaN where it is not finite."""
+    """Range reduction: `q`, `r` with `x = q pi / 2 + r` modulo 2 pi, for any `x`; NaN if not finite."""
     n = lanes_of(x.type)
     magnitude = x.bits(vec(I32, n)) & 0x7FFFFFFF
     is_far = magnitude >= _FAR
@@ -606,7 +607,7 @@ def _by_quadrant(k: Emitter, x: Value) -> tuple[Value, Value]:
 
 
 def sin_cos(k: Emitter, x: Value) -> tuple[Value, Value]:
-    """Sine and cosine of each lane, to about 1e-7 of their values, of large angles too."""
+    """Sine and cosine, with a relative error of 1e-7 even for large angles."""
     quadrant, r = _by_quadrant(k, x)
     square = r * r
     sine = k.fma(polynomial(k, square, _SIN) * square, r, r)
@@ -620,7 +621,7 @@ def sin_cos(k: Emitter, x: Value) -> tuple[Value, Value]:
 
 
 def over_one_plus_exp(k: Emitter, x: Value, z: Value) -> Value:
-    """`x / (1 + exp(-z))`, for `x` that is NaN where `z` is."""
+    """`x / (1 + exp(-z))`; `x` must be NaN wherever `z` is."""
     if _is_avx512(k, x):
         most, absolute_least, zero = k.const(vec(F32, 16), 104.0), k.const(I32, 2), k.const(vec(F32, 16), 0.0)
         name = "llvm.x86.avx512.mask.range.ps.512"

@@ -1,15 +1,14 @@
-"""Quantisation of activations to bytes, in blocks of 32, once for all products that read them.
+"""Quantisation of activations to int8 in blocks of 32, once for all products that read them.
 
-As ggml's q8_0 and q8_1, with the fields of a row apart. A row of `k` elements becomes, one part after
-another: `k` codes (int8), `k / 32` scales (float32), sums of 32 or 16 dequantised values (float32), and
-`k / 16` sums of codes, each in two parts of 16 bits: of the first two of each four neighbours, and of the
-others.
+Like ggml's q8_0 and q8_1, but as separate arrays per row. A row of `k` elements becomes: `k` codes (int8),
+`k / 32` scales (float32), sums of 32 or 16 dequantised values (float32), and `k / 16` sums of 16 codes, each
+as two 16-bit halves: of codes 0 and 1 of each four, and of codes 2 and 3.
 
-Weights of 8 bits need more precision: some channels of a model's hidden states are many times as large as
-their neighbours, which lose precision with a common scale of 8 bits. For such weights, a block with an
-outlier has codes `128 high + low`; `k` high parts (int8) follow, and `k / 32` flags of blocks with high
-parts, so that products can skip the others. Instead of sums of codes, there is then an initial value (int32)
-for a block's products with codes that are 128 too large.
+With 8-bit weights, activations need more precision: some channels of hidden states are outliers, and with a
+common scale their neighbours would lose precision. In this *wide* layout a block with an outlier has codes
+`128 high + low`; `k` high parts (int8) follow, and a flag per block, so that products skip blocks without
+high parts. Instead of the sums of codes, it has per block the initial accumulator (int32) for weight codes
+that are offset by 128.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, DotSum, folds, load_flo
 from ggmlb.backends.llvm.kernels.blocks import FORMATS
 
 HIGH = 128
-"""Factor of high parts of codes. With low parts up to 64, a sum of two byte products fits in 16 bits."""
+"""Factor of the high parts. As low parts are at most 64, a sum of two byte products fits in 16 bits."""
 
 CREST = 5.0
 """A block has high parts if its maximum exceeds this multiple of its root mean square."""
 
 AT_ONCE = 4
-"""Blocks that are quantised together."""
+"""Number of blocks quantised together."""
 
 FLAGS = 32
-"""Flags that are loaded at a time."""
+"""Number of flags loaded at a time."""
 
 
 QUANTIZED = "q8"
-"""Type of quantised activations, in parameters of products."""
+"""Name of the type of quantised activations, as a parameter of kernels."""
 
 
 class ActivationLayout(NamedTuple):
@@ -45,8 +44,8 @@ class ActivationLayout(NamedTuple):
     Attributes:
         wide: Whether blocks may have high parts.
         sums: Number of values per sum: 32 or 16.
-        interleaved_pairs: Whether the codes of two blocks alternate by 16, so that each half of a vector of
-            32 has codes of one block.
+        interleaved_pairs: Whether the codes of two blocks alternate in runs of 16, so that each half of a
+            32-byte vector belongs to one block.
     """
 
     wide: bool = False
@@ -54,42 +53,42 @@ class ActivationLayout(NamedTuple):
     interleaved_pairs: bool = False
 
     def codes_nbytes(self, k: Any) -> Any:
-        """Bytes of the codes of `k` elements: of whole pairs of blocks."""
+        """Size of the codes of `k` elements, with interleaved pairs padded to 64 elements [bytes]."""
         return (k + 63) // 64 * 64 if self.interleaved_pairs else k
 
     def row_nbytes(self, k: Any) -> Any:
-        """Bytes of a quantised row of `k` elements."""
+        """Size of a quantised row of `k` elements [bytes]."""
         codes, more = self.codes_nbytes(k), k // 8 + k // self.sums * 4
         return codes + more + (k // 8 + codes + _flags_nbytes(k) if self.wide else k // 4)
 
 
 def layout_for_rows(dtype: str, level: Level) -> ActivationLayout:
-    """Return the layout that products of a weight's rows read (`matvec`)."""
+    """Return the layout of activations for `matvec` with this weight type."""
     form = FORMATS[dtype]
     return ActivationLayout(form.wide, form.group, interleaved_pairs=max(8, level.lanes) == 8)
 
 
 def layout_for_strips(dtype: str) -> ActivationLayout:
-    """Return the layout that products of a weight in strips read (`interleaved_products`)."""
+    """Return the layout of activations for `interleaved_products` with this weight type."""
     return ActivationLayout(FORMATS[dtype].wide)
 
 
 def layout_for_tiles(dtype: str) -> ActivationLayout:
-    """Return the layout that products of packed tiles read (`byte_tiles`)."""
+    """Return the layout of activations for `byte_tiles` with this weight type."""
     form = FORMATS[dtype]
     return ActivationLayout(form.wide, form.group if form.has_min else 32)
 
 
 class QuantRow(NamedTuple):
-    """Addresses of the parts of a quantised row.
+    """Addresses of the arrays of a quantised row.
 
     Attributes:
         codes: The codes, or their low parts.
-        scales: Of 32 each.
-        sums: Of values.
-        counts: Sums of 16 codes each, in two parts; in wide layouts, initial values of products of 32 codes.
-        high: The high parts of codes, in wide layouts.
-        flags: Whether a block has high parts.
+        scales: A scale per block of 32.
+        sums: Sums of dequantised values.
+        counts: Sums of 16 codes, in two halves; in wide layouts, a block's initial accumulator.
+        high: The high parts, in wide layouts.
+        flags: Which blocks have high parts, in wide layouts.
     """
 
     codes: Value
@@ -101,12 +100,12 @@ class QuantRow(NamedTuple):
 
 
 def _flags_nbytes(k: Any) -> Any:
-    """Bytes of the flags, in whole vectors."""
+    """Size of the flags, padded to whole vectors [bytes]."""
     return (k // 32 + (FLAGS - 1)) // FLAGS * FLAGS
 
 
 def parts(address: Value, k: Value, layout: ActivationLayout) -> QuantRow:
-    """Return the addresses of the parts of a row of `k` elements."""
+    """Return the addresses of the arrays of a quantised row of `k` elements."""
     codes = layout.codes_nbytes(k)
     scales = address + codes
     sums = scales + (k >> 3)
@@ -118,7 +117,10 @@ def parts(address: Value, k: Value, layout: ActivationLayout) -> QuantRow:
 
 
 def quantize(k: Emitter, dtype: str, layout: ActivationLayout) -> None:
-    """Quantise rows: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
+    """Quantise rows of activations to a layout.
+
+    Arguments: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`.
+    """
     x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
     blocks = n >> 5
     work = blocks * n1 * n2 * n3
@@ -182,7 +184,7 @@ def _quantize(
 
 
 def _store_codes(k: Emitter, codes: Value, to: Value, block: Value, layout: ActivationLayout) -> None:
-    """Write the codes of a block, by its number."""
+    """Write the codes of block number `block`."""
     if not layout.interleaved_pairs:
         k.store(codes.trunc(I8), to + block * 32)
         return
@@ -192,13 +194,13 @@ def _store_codes(k: Emitter, codes: Value, to: Value, block: Value, layout: Acti
 
 
 def both_parts(counts: Value) -> Value:
-    """Add the two parts of sums of codes."""
+    """Add the two 16-bit halves of each sum of codes."""
     parts_, n = counts.bits(vec(I16, 2 * lanes_of(counts.type))), 2 * lanes_of(counts.type)
     return parts_.shuffle(range(0, n, 2)).sext(I32) + parts_.shuffle(range(1, n, 2)).sext(I32)
 
 
 def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Value]:
-    """Load the sums of codes of a group of `size` elements, in two parts, in each of `n` lanes."""
+    """Load the sums of codes of a group of `size` elements, broadcast to `n` 32-bit lanes."""
     at = [x.counts + (group * (size // 16) + i) * 4 for i in range(size // 16)]
     return [k.load(I32, a).splat(n).bits(vec(I16, 2 * n)) for a in at]
 
@@ -206,7 +208,10 @@ def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Val
 def begin(
     dot: Dot, size: int, offset: int | None, most: int, group: Value, x: QuantRow, scale: Value | None = None
 ) -> DotSum:
-    """An empty sum for the products of codes with a group of `size` activations; see `Dot.group`."""
+    """Return a new `DotSum` for a weight's codes and the activations of group number `group`.
+
+    `size`: elements of the group; `offset`, `most`, `scale`: of the weight's codes.
+    """
     k = dot.k
     if x.high is None:
         return dot.group(offset, most, scale, counts(k, dot.lanes, size, group, x))

@@ -1,8 +1,8 @@
-"""Products of bytes in tile registers (AMX): 16 rows of activations times 16 of a weight.
+"""Products of bytes in AMX tile registers: 16 rows of activations by 16 rows of a weight.
 
-A tile register holds codes of some rows of activations, or of 16 rows of the weight (groups of four
-neighbours, as in packed tiles and strips), or their 32-bit products. It sums only elements with a common
-scale; scales are applied in vectors, through memory.
+One register holds codes of activations, one codes of 16 rows of the weight (four neighbouring codes per row,
+as in packed tiles and strips), and one the 32-bit sums. A product covers elements with one common scale; the
+sums are stored to memory, and scaled there by vector code.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from llvmlite import ir
 from ggmlb.backends.llvm.codegen.emit import I8, Emitter, Value, vec
 
 ROWS = 16
-"""Rows of a register, and rows of the weight per product."""
+"""Rows of a tile register, and rows of the weight per product."""
 
 ROW_NBYTES = 64
 
 _SUMS, _CODES, _WEIGHTS = range(3)
-"""Numbers of the registers that are used."""
+"""Numbers of the tile registers."""
 
 
 @contextmanager
 def tiles(k: Emitter, n_rows: int, depth: int) -> Iterator[None]:
-    """Configure the registers for `n_rows` rows of `depth` bytes, and for the weight's, in the block."""
+    """Configure the tile registers around the block, for `n_rows` rows of activations of `depth` bytes."""
     shapes = {_SUMS: (n_rows, ROW_NBYTES), _CODES: (n_rows, depth), _WEIGHTS: (depth // 4, ROW_NBYTES)}
     config = [0] * 64
     config[0] = 1
@@ -40,9 +40,15 @@ def tiles(k: Emitter, n_rows: int, depth: int) -> Iterator[None]:
 
 
 def product(k: Emitter, rows: Value, step: Value, weights: Value, unsigned: bool, to: Value) -> None:
-    """Write products of rows of signed bytes, `step` bytes apart, with a tile of a weight, signed or not.
+    """Multiply rows of activations by a tile of the weight; write 32-bit sums to `to`.
 
-    The result has `ROW_NBYTES` for each row of activations: 32 bits for each row of the weight.
+    Args:
+        k: The emitted kernel.
+        rows: Address of the activations' codes (int8).
+        step: Their row stride [bytes].
+        weights: Address of the tile's codes.
+        unsigned: Whether these are unsigned.
+        to: Address of the sums: `ROW_NBYTES` for each row of activations, an int32 for each of the weight.
     """
     _call(k, "tilezero", _number(k, _SUMS))
     _call(k, "tileloadd64", _number(k, _CODES), _pointer(k, rows), step)

@@ -1,8 +1,8 @@
-"""Flash attention: one pass over keys and values with a running maximum and sum per query.
+"""Flash attention: one pass over keys and values, with an online soft max per query.
 
-With few queries (decoding), keys and values are read once, in place. With many (a prompt), tiles of them
-are converted to float32, keys transposed, and multiplied in registers. A unit of work is some queries with
-the same KV head: of several tokens, or of several heads that share it (grouped-query attention).
+With few queries (decoding), keys and values are read once, in place. With many (prompts), tiles of them are
+converted to float32, keys transposed, and multiplied in registers. A unit of work is some queries of one KV
+head: of several tokens, or of the heads that share it (grouped-query attention).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ BLOCK_ROWS = 6
 """Queries whose sums are kept in registers together."""
 
 LOWEST = -1e30
-"""Finite substitute of minus infinity: differences of infinities are NaN."""
+"""Finite substitute for minus infinity, as the difference of two infinities is NaN."""
 
 
 class HeadParams(NamedTuple):
-    """Parameters of a specialised kernel: head sizes, types, options."""
+    """Compile-time parameters of an attention kernel: head sizes, types, options."""
 
     d_k: int
     d_v: int
@@ -55,30 +55,33 @@ ARGS = (
 
 
 def scratch_nbytes(shape: HeadParams) -> int:
-    """Return the scratch size of a thread with many queries [bytes]."""
+    """Return the scratch memory that a thread of `many` needs [bytes]."""
     tiles = TILE * (shape.d_k + shape.d_v + MANY_ROWS)
     return 4 * (tiles + MANY_ROWS * shape.d_k) + MANY_ROWS * record_nbytes(shape.d_v)
 
 
 def record_nbytes(d_v: int) -> int:
-    """Return the size of a query's state (weighted values, maximum, sum), in whole cache lines [bytes]."""
+    """Return the size of a query's soft max state (values, maximum, sum), padded to cache lines [bytes]."""
     return -(-4 * (d_v + 2) // 64) * 64
 
 
 def width_for(k: Emitter, *sizes: int) -> int:
-    """The most lanes of a vector that divide the head sizes."""
+    """The largest vector width (in lanes) that divides the given sizes."""
     return next(w for w in (16, 8, 4, 2, 1) if w <= k.level.lanes and not any(s % w for s in sizes))
 
 
 def load_cached(k: Emitter, dtype: str, row: Value, i: Value, n: int) -> Value:
-    """Load `n` elements of a row of keys or values from element `i` on, a multiple of `n`, as float32."""
+    """Load elements `i` to `i + n - 1` of a row of keys or values as float32; `n` divides `i`."""
     if dtype in SIZES:
         return load_floats(k, dtype, row + i * SIZES[dtype], n)
     return block_reader(k, dtype, row, i >> 5, n)(i & 31)
 
 
 def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Return a function that loads `n` elements of a block from a multiple of `n` on; scales load once."""
+    """Return a function that loads elements `i` to `i + n - 1` of a quantised block as float32.
+
+    The block's scale is loaded only once.
+    """
     scales, minimums = FORMATS[dtype].scales(k, [row + number * FORMATS[dtype].nbytes])
     codes = codes_reader(k, dtype, row, number, n)
 
@@ -90,7 +93,7 @@ def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> C
 
 
 def codes_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Return such a function for `code - offset`, without scale and minimum."""
+    """Like `block_reader`, but without scale and minimum: elements are `code - offset`."""
     form = FORMATS[dtype]
     block = row + number * form.nbytes
     if dtype == "q8_0":
@@ -102,7 +105,7 @@ def codes_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> C
 
 
 class Unit:
-    """A unit of work, with the addresses of its operands."""
+    """A unit of work (`n_rows` queries of a KV head), with the addresses of its operands."""
 
     def __init__(self, k: Emitter, p: dict[str, Value], unit: Value, n_rows: int) -> None:
         self.k, self.p, self.n_rows = k, p, n_rows
@@ -115,7 +118,7 @@ class Unit:
         self.values = p["v"] + self.head * p["v2"] + self.batch // p["rv3"] * p["v3"]
 
     def row(self, r: int | Value) -> tuple[Value, Value]:
-        """The token and the head of query `r`; those of the last query beyond it."""
+        """The token and the head of the unit's query `r`; beyond the last query, those of the last."""
         at = self.k.least(self.first + r, self.rows - 1)
         n_q = self.p["n_q"]
         return at % n_q, self.head * self.p["group"] + at // n_q
@@ -146,24 +149,25 @@ class Unit:
 
 
 def arguments(k: Emitter) -> tuple[dict[str, Value], Value, Value]:
-    """Read the arguments: scale, softcap, and `ARGS` by name."""
+    """Read the kernel arguments: return `ARGS` by name, scale and softcap."""
     scale, softcap = k.float_arg(), k.float_arg()
     return dict(zip(ARGS, k.ints(len(ARGS)), strict=True)), scale, softcap
 
 
 def n_units_of(p: dict[str, Value], n_rows: int) -> Value:
-    """Return the number of units of `n_rows` queries."""
+    """Return the number of units of work, of `n_rows` queries each."""
     return (p["n_q"] * p["group"] + (n_rows - 1)) // n_rows * p["n_heads_kv"] * p["batches"]
 
 
 class KeyRange:
-    """The keys of a unit: all, or a part if there are fewer units than threads.
+    """The keys of a unit: all, or a part of them if there are fewer units than threads.
 
-    Parts have two arguments more: their number, and memory for partial results, which `merge` combines.
+    With parts the kernel has two more arguments: their number, and memory for partial results, combined by
+    `merge`.
 
     Attributes:
         first: The first key.
-        stop: The one after the last.
+        stop: The end of the range (exclusive).
     """
 
     def __init__(self, k: Emitter, n_kv: Value, index: Value, n_parts: Value, parts: Value | None) -> None:
@@ -173,23 +177,23 @@ class KeyRange:
         self._index, self._parts = index, parts
 
     def records(self, own: Value, nbytes: Value | int) -> Value:
-        """Return the address of the unit's partial results of `nbytes`; `own` if the unit has all keys."""
+        """Return where to write the unit's partial results (`nbytes`); `own` if it has all keys."""
         return own if self._parts is None else self._parts + self._index * nbytes
 
 
 @contextmanager
 def units(k: Emitter, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, KeyRange]]:
-    """Emit the block for each unit of the chunk, or part of one."""
+    """Emit the block as a loop over the chunk's units; with `split`, over parts of their keys."""
     n_parts, parts = k.ints(2) if split else (k.i64(1), None)
     n = n_units_of(p, n_rows) * n_parts
     with k.loop(n * k.chunk // k.n_chunks, n * (k.chunk + 1) // k.n_chunks) as index:
         yield Unit(k, p, index // n_parts, n_rows), KeyRange(k, p["n_kv"], index, n_parts, parts)
 
 
-def finished(
+def biased_logits(
     k: Emitter, shape: HeadParams, x: Value, softcap: Value, bias: Value | None, slope: Value
 ) -> Value:
-    """Return logits: scaled products with softcap, plus the mask times the slope."""
+    """Return logits from scaled dot products `x`: apply the softcap, add the mask times the ALiBi slope."""
     n = x.type.count
     if shape.softcap:
         x = softcap.splat(n) * tanh(k, x)
@@ -208,7 +212,7 @@ class Softmax:
         return cls(k, record + d_v * 4, record + (d_v + 1) * 4, record)
 
     def begin(self, d_v: int, width: int) -> None:
-        """Set the state of no keys."""
+        """Initialise the state, before the first key."""
         k = self.k
         k.store(k.const(F32, float("-inf")), self.maximum)
         k.store(k.const(F32, 0), self.total)
@@ -231,7 +235,7 @@ class Softmax:
         return level
 
     def weigh(self, logits: Value, n: Value | int, level: Value) -> None:
-        """Replace a tile of logits in memory by weights, and add them to the sum."""
+        """Replace a tile of logits in memory by `exp(logit - level)`, and add these to the sum."""
         k, lanes = self.k, self.k.level.lanes
         sums = k.variable(k.const(vec(F32, lanes), 0))
         with k.loop(0, n, lanes) as j:
@@ -241,7 +245,7 @@ class Softmax:
         k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
 
     def merge(self, other: Softmax, d_v: int, width: int) -> None:
-        """Add the state of the same query for other keys."""
+        """Merge in another state of the same query, of other keys."""
         k = self.k
         most = k.load(F32, other.maximum)
         factor = exp(k, most - self.rescale(most, d_v, width))
@@ -252,7 +256,7 @@ class Softmax:
             k.store(k.fma(more, spread, k.load(vec(F32, width), self.values + i * 4)), self.values + i * 4)
 
     def end(self, to: Value, sink: Value | None, d_v: int, width: int) -> None:
-        """Write the weighted values divided by the sum."""
+        """Write the result: the weighted values divided by the sum."""
         k = self.k
         if sink is not None:
             level = self.rescale(sink, d_v, width)
@@ -264,22 +268,25 @@ class Softmax:
 
 
 KEYS_AT_ONCE = 4
-"""Keys that are multiplied together, with few queries; more would exceed the outstanding cache misses."""
+"""Keys multiplied together in `few`; more would exceed the outstanding cache misses."""
 
 AHEAD = 32
 """Prefetch distance of float keys and values [keys]."""
 
 UNROLLED = 64
-"""Products of vectors of floats that are unrolled."""
+"""Unrolled vector products of floats."""
 
 # -- few queries -----------------------------------------------------------------------------------
 
 FLOAT_TILE, CODE_TILE = 256, 128
-"""Keys per tile with few queries: of floats; of blocks, of which a whole tile is prefetched."""
+"""Keys per tile in `few`: of floats, and of quantised blocks, where a whole tile is prefetched."""
 
 
 def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
-    """Attention of up to `n_rows` queries per unit; `scale, softcap`, `ARGS`, then those of `KeyRange`."""
+    """Attention of few queries (decoding), at most `n_rows` per unit.
+
+    Arguments: `scale, softcap`, `ARGS`; with `split`, also the number and memory of parts (`KeyRange`).
+    """
     shape = HeadParams(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
@@ -317,7 +324,7 @@ def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
 
 
 def merge(k: Emitter, shape: HeadParams, n_rows: int) -> None:
-    """Merge the partial results of each query for parts of the keys; takes the same arguments."""
+    """Merge each query's partial results; takes the arguments of `few` or `many`."""
     shape = HeadParams(*shape)
     p, _, _ = arguments(k)
     (n_parts, parts), d_v = k.ints(2), shape.d_v
@@ -334,7 +341,7 @@ def merge(k: Emitter, shape: HeadParams, n_rows: int) -> None:
 
 
 def _sums_at_once(k: Emitter) -> int:
-    """Vectors of sums that fit in registers beside their operands."""
+    """Number of accumulator vectors that fit in registers beside their operands."""
     return 16 if k.level.lanes == 16 else 8
 
 
@@ -345,7 +352,7 @@ def _scaled_query(k: Emitter, shape: HeadParams, query: Value, to: Value, scale:
 
 
 def _few_tile(shape: HeadParams) -> int:
-    """Keys of a tile with few queries."""
+    """Keys of a tile in `few`."""
     return FLOAT_TILE if shape.k in SIZES else CODE_TILE
 
 
@@ -353,7 +360,7 @@ def _few_products(
     k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, queries: Value, logits: Value,
     n_rows: int, width: int,
 ) -> None:  # fmt: skip
-    """Write the products of all queries with the tile's keys."""
+    """Write the dot products of all queries with the tile's keys."""
     together = max(1, min(width, KEYS_AT_ONCE, _sums_at_once(k) // n_rows))
     together = 1 << (together.bit_length() - 1)
     step = width * greatest_divisor(shape.d_k // width, UNROLLED // (together * n_rows))
@@ -380,7 +387,7 @@ def _few_products(
 def _few_codes(
     k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, codes: Queries, logits: Value
 ) -> None:
-    """Write the products of all queries with the tile's quantised keys."""
+    """Write the dot products of all queries with the tile's quantised keys."""
     lanes = k.level.lanes
     with k.loop(0, count, lanes) as j:
         places = [begin + k.least(j + i, count - 1) for i in range(lanes)]
@@ -408,7 +415,7 @@ def _finish_logits(
     at: Value,
     softcap: Value,
 ) -> Value:
-    """Turn products of a tile into logits, minus infinity beyond the last key; return the row maximum."""
+    """Turn a tile's dot products into logits, minus infinity beyond the last key; return the row maximum."""
     lanes = k.level.lanes
     row, slope = unit.mask(r)
     most = k.variable(k.const(vec(F32, lanes), float("-inf")))
@@ -417,7 +424,7 @@ def _finish_logits(
         bias = None
         if shape.mask:
             bias = load_floats(k, "f16", row + (begin + j) * 2, lanes, inside)
-        x = finished(k, shape, k.load(vec(F32, lanes), at + j * 4), softcap, bias, slope)
+        x = biased_logits(k, shape, k.load(vec(F32, lanes), at + j * 4), softcap, bias, slope)
         x = k.select(inside, x, float("-inf"))
         k.store(x, at + j * 4)
         most.set(k.maximum(most.now, x))
@@ -428,7 +435,7 @@ def _few_values(
     k: Emitter, shape: HeadParams, unit: Unit, begin: Value, count: Value, weights: Value,
     rows: Sequence[Softmax], width: int,
 ) -> None:  # fmt: skip
-    """Add the tile's weighted values to the sums of each query."""
+    """Add the tile's weighted values to each query's state."""
     tile = _few_tile(shape)
 
     def value(j: Value) -> Value:
@@ -470,7 +477,10 @@ def _few_values(
 
 
 def many(k: Emitter, shape: HeadParams, split: bool) -> None:
-    """Attention of `MANY_ROWS` queries per unit; `scale, softcap`, `ARGS`, then those of `KeyRange`."""
+    """Attention of many queries (prompts), `MANY_ROWS` per unit.
+
+    Arguments: `scale, softcap`, `ARGS`; with `split`, also the number and memory of parts (`KeyRange`).
+    """
     shape = HeadParams(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
@@ -509,7 +519,7 @@ def many(k: Emitter, shape: HeadParams, split: bool) -> None:
 
 
 def _n_seen(k: Emitter, unit: Unit, begin: Value, count: Value, n_rows: Value) -> Value:
-    """The number of keys up to the last one in the tile that the mask does not hide from all queries."""
+    """The number of the tile's keys up to the last one that some query may see, by the mask."""
     lanes = k.level.lanes
     ends = k.table(vec(F32, lanes), range(1, lanes + 1))
     last = k.variable(k.const(ends.type, 0))
@@ -547,7 +557,7 @@ def _blocks(
     k: Emitter, a: Value, a_row: int, b: Value, b_row: int, y: Value, y_row: int, n_rows: Value, depth: Value,
     n_columns: int, add: bool,
 ) -> None:  # fmt: skip
-    """`y = a b`, or `y += a b`, for float32 matrices with these row strides; `BLOCK_ROWS` rows at once."""
+    """`y = a b`, or `y += a b`, for float32 matrices with the given row strides."""
     n = width_for(k, n_columns)
     most = 4 if k.level.lanes == 16 else 2
     with k.loop(0, n_rows, BLOCK_ROWS) as r:

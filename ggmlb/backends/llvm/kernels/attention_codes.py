@@ -1,8 +1,8 @@
-"""Attention of few queries to a quantised KV cache, by products of 16-bit integers.
+"""Attention of few queries to a quantised KV cache, by 16-bit integer products (`vpmaddwd`).
 
-Queries, and weights times the scales of values, are rounded to 16 bits. For products with keys, lanes
-belong to four keys in turn, so that sums stay in lanes; for sums of values, lanes are elements, and keys are
-taken by pairs.
+Queries, and soft max weights times the scales of values, are rounded to 16 bits. For `Q K` a vector has four
+keys, lane `i` summing products of key `i % 4`; for the sums of values, lanes are elements, and a pair of
+16-bit products adds two keys.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ggmlb.core.dtypes import DType
 
 _MOST, _LEAST = 32767.0, 1e-33
 _ROUND = 12582912.0
-"""Added to a number below 2^22, leaves the nearest integer in the lowest bits of the sum."""
+"""Adding this to a number below 2^22 leaves the nearest integer in the lowest bits."""
 
 
 def greatest_divisor(n: int, most: int) -> int:
-    """The greatest divisor of `n` that is at most `most`; 1 if that is less."""
+    """The greatest divisor of `n` that is at most `most` (at least 1)."""
     return max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, most))
 
 
 def codes_of(k: Emitter, dtype: str, block: Value, first: int, n: int) -> Value:
-    """Load `n` of a block's 32 codes, signed."""
+    """Load codes `first` to `first + n - 1` of a block of 32, minus the offset."""
     form = FORMATS[dtype]
     if dtype == "q8_0":
         return k.load(vec(I8, n), block + (DType.Q8_0.codec.offsets["qs"] + first))
@@ -35,7 +35,7 @@ def codes_of(k: Emitter, dtype: str, block: Value, first: int, n: int) -> Value:
 
 
 class Rounding:
-    """Rounds numbers to 16-bit integers with a common factor, found in a first pass over all of them.
+    """Quantises floats to 16-bit integers with a common scale, found in a first pass over all of them.
 
     Args:
         k: The emitted kernel.
@@ -47,17 +47,17 @@ class Rounding:
         self._most, self._odd = (k.variable(k.const(self._type, 0)) for _ in range(2))
 
     def see(self, x: Value) -> None:
-        """First pass: note a vector of numbers."""
+        """First pass: update the maximum with a vector of numbers."""
         k = self._k
         self._most.set(k.maximum(k.generic("fabs", x), self._most.now))
         self._odd.set(self._odd.now + x * 0.0)
 
     def factor(self) -> Value:
-        """The factor of the integers; not finite if a number is not."""
+        """The common scale; infinite or NaN if a number is."""
         return greatest(self._k, self._most.now) * (1 / _MOST) + total(self._k, self._odd.now)
 
     def write(self, values: Value, n: Value | int, to: Value) -> None:
-        """Second pass: round `n` numbers in memory, in whole vectors."""
+        """Second pass: round `n` numbers from memory to `to`, in whole vectors."""
         k, most = self._k, greatest(self._k, self._most.now)
         inverse = k.select(most > _LEAST, _MOST / most, 0.0).splat(self._type.count)
         with k.loop(0, n, self._type.count) as i:
@@ -69,7 +69,7 @@ class Rounding:
 
 
 class Queries:
-    """Queries as 16-bit integers: pairs of neighbours, four copies of each, in the order of `_columns`.
+    """Queries quantised to 16 bits; each pair of elements is stored four times, as a vector has four keys.
 
     Args:
         k: The emitted kernel.
@@ -86,7 +86,7 @@ class Queries:
         self._factors = [k.variable(k.const(F32, 0)) for _ in range(n_rows)]
 
     def take(self, r: int, query: Value) -> None:
-        """Round a query of float32."""
+        """Quantise the float32 query at an address as query number `r`."""
         k, lanes, rounding = self.k, self.k.level.lanes, Rounding(self.k)
         with k.loop(0, self.d_k, lanes) as i:
             rounding.see(k.load(vec(F32, lanes), query + i * 4))
@@ -103,7 +103,7 @@ class Queries:
                 k.store(total(k, codes), self._sums[r] + block * 4)
 
     def products(self, dtype: str, keys: Sequence[Value]) -> list[Value]:
-        """Return each query's products with as many keys as there are lanes."""
+        """Return each query's dot products with as many keys as a vector has lanes."""
         k, lanes, form = self.k, self.k.level.lanes, FORMATS[dtype]
         fours = [keys[i : i + 4] for i in range(0, lanes, 4)]
         zero, none = k.const(vec(F32, lanes), 0), k.const(vec(I32, lanes), 0)
@@ -134,7 +134,7 @@ class Queries:
 
 
 def _columns(rows: Sequence[Value]) -> list[Value]:
-    """Transpose groups of four bytes of four vectors, within each 16 bytes."""
+    """Transpose four vectors of 4-byte words, within each 16 bytes."""
     type_ = rows[0].type
     n = type_.count // 2
     a, b, c, d = (row.bits(vec(I32, n)) for row in rows)
@@ -155,22 +155,22 @@ def add_values(
     k: Emitter, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
     to: Sequence[Value], n_sums: int, prefetch: Callable[[Value, Value], None],
 ) -> None:  # fmt: skip
-    """Add weighted rows of values to the sums of each query.
+    """Add quantised values, times soft max weights, to each query's sums.
 
     Args:
         k: The emitted kernel.
         dtype: Type of the values.
-        d_v: Their number in a row.
-        row: Returns the address of a row, by its number.
+        d_v: Elements of a row.
+        row: Returns the address of row `i` of the values.
         count: Number of rows.
-        most: Most rows.
-        weights: Address of each query's weights, `most` of float32: 0 from `count` on to a whole vector.
+        most: Largest number of rows.
+        weights: Address of the weights, `most` float32 per query; 0 from `count` to the end of a vector.
         to: Address of each query's sums.
-        n_sums: Vectors of sums that fit in registers.
-        prefetch: Prefetches later rows; called with each second row and each block.
+        n_sums: Number of accumulator vectors that fit in registers.
+        prefetch: Prefetches later rows; called for every second row and each block.
     """
     form, lanes, n_rows, n_blocks = FORMATS[dtype], k.level.lanes, len(to), d_v // 32
-    n = 2 * lanes  # codes of a key that meet those of another
+    n = 2 * lanes  # codes of one key, paired with those of another
     at_once = max(1, n_sums // (2 * n_rows))
     together = greatest_divisor(n_blocks, max(4, at_once * n // 32))
     words = [[k.local(2 * most) for _ in to] for _ in range(together)]
@@ -211,7 +211,7 @@ def _scaled(
     k: Emitter, form: BlockFormat, row: Callable[[Value], Value], first: Value, count: Value, most: int,
     weights: Value, words: Sequence[Sequence[Value]],
 ) -> list[list[tuple[Value, Value | None]]]:  # fmt: skip
-    """Round weights times the scales of some blocks; return factors and minimums by block and query."""
+    """Quantise weights times the scales of some blocks; return scales and minimums by block and query."""
     lanes, zero = k.level.lanes, k.const(vec(F32, k.level.lanes), 0)
     scaled = [[k.local(4 * most) for _ in line] for line in words]
     roundings = [[Rounding(k) for _ in line] for line in words]

@@ -1,8 +1,8 @@
-"""Readers of quantised blocks: codes as byte vectors, scales as float vectors.
+"""Readers of quantised blocks: codes (ggml's quants) as byte vectors, scales as float vectors.
 
 A `BlockFormat` reads a block in ggml's layout; `SCALES` and the same readers of codes read blocks in strips
-(`interleaved`). An element is `scale (code - offset)`, or, where the type has minimums, `scale code +
-minimum`. Codes are read in runs of 32 elements; scales and minimums are of groups of 16 or 32 (sub-blocks of
+(`interleaved`). An element is `scale (code - offset)`, or `scale code + minimum` where the type has minimums.
+Codes are read in *runs* of 32 elements; scales and minimums belong to *groups* of 16 or 32 (the sub-blocks of
 k-quants).
 """
 
@@ -27,13 +27,13 @@ Fields = dict[str, int]
 
 
 class IntScales(NamedTuple):
-    """Scales of a block with groups of 16, as integers of 16 bits.
+    """The 16-bit integer scales and minimums of a block of 16 groups, with their float factors.
 
     Attributes:
         d: Factor of the scales.
-        scales: A vector of the scales.
-        m: Factor of the minimums, if there are any.
-        minimums: A vector of the minimums.
+        scales: The scales.
+        m: Factor of the minimums, if the type has them.
+        minimums: The minimums.
     """
 
     d: Value
@@ -48,20 +48,20 @@ class BlockFormat:
 
     Attributes:
         block: Elements of a block.
-        nbytes: Of a block.
+        nbytes: Size of a block [bytes].
         group: Elements that share a scale.
-        offset: What is subtracted from codes; `None` if they are signed; 0 where there are minimums.
-        most: Greatest magnitude of `code - offset`.
-        has_min: Whether there are minimums.
-        codes: Read the codes of the block at an address: `<32 x i8>` for each run; or of an `Interleaved`:
-            `Words`.
-        scales: Read the scales, and minimums or `None`, of some blocks, each by its address: a float for each
-            group, as vectors.
-        pair: Read the codes of two runs, by the addresses of blocks, the pair's number, and the bytes of a
-            vector: one of 64, with a run in each half; or two of 32, with a half of a run in each.
-        whole: Read the scales, and minimums, of a block with groups of 16 as integers.
-        wide: Whether activations may have high parts; see `activations`.
-        together: Number of runs whose codes have bits in the same bytes.
+        offset: Offset of the codes; `None` if they are signed; 0 if the type has minimums.
+        most: Largest magnitude of `code - offset`.
+        has_min: Whether the type has minimums.
+        codes: Reads the codes of the block at an address: a `<32 x i8>` per run; of an `Interleaved`: a
+            `Words` per run.
+        scales: Reads the scales, and minimums or `None`, of the blocks at some addresses: vectors with a
+            float per group.
+        pair: Reads the codes of two runs, from the addresses of blocks, the pair's number, and the bytes of a
+            vector: one vector of 64, a run in each half; or two of 32, half of a run in each half.
+        whole: Reads the scales and minimums of a block with groups of 16 as integers.
+        wide: Whether activations have the wide layout; see `activations`.
+        together: Number of runs that share bytes of the block.
     """
 
     block: int
@@ -83,7 +83,7 @@ def _half(k: Emitter, address: Value) -> Value:
 
 
 def _each(k: Emitter, element: Any, blocks: Sequence[Value], at: int) -> Value:
-    """Load a number of each block, as a vector."""
+    """Load a field of each block; return a vector."""
     found = k.const(vec(element, len(blocks)), 0)
     for i, p in enumerate(blocks):
         found = found.put(i, k.load(element, p + at))
@@ -96,7 +96,7 @@ def _bytes(k: Emitter, address: Any, n: int = 32) -> Any:
 
 
 def _levels(k: Emitter, table: Sequence[int], q: Any) -> Any:
-    """Map codes to levels."""
+    """Map codes to the values of a table."""
     return q.map(partial(look_up, k, table)) if isinstance(q, Words) else look_up(k, table, q)
 
 
@@ -107,7 +107,7 @@ def _nibbles(k: Emitter, address: Any) -> Any:
 
 
 def _fifth(k: Emitter, address: Any) -> Any:
-    """The fifth bits of 32 codes, in place."""
+    """The fifth bits of 32 codes, as 16 or 0."""
     if isinstance(address, Interleaved):
         return address.bits(16)
     bits = k.load(I32, address).bits(vec(I1, 32))
@@ -201,19 +201,19 @@ def _uneven_pair(
 
 
 def _floats(k: Emitter, bytes_: Value, factor: Value) -> Value:
-    """Bytes, not negative, times a number."""
+    """Unsigned bytes times a factor, as float32."""
     return bytes_.zext(I32).to_float() * factor.splat(bytes_.type.count)
 
 
 def six_bit_words(w: list[Value]) -> tuple[list[Value], list[Value]]:
-    """The scales and the minimums of q4_K and q5_K as words of four bytes, from the words of `scales`."""
+    """Unpack the 6-bit scales and minimums of q4_K and q5_K: 12 bytes, as three words, to words of bytes."""
     low = [word & 0x3F3F3F3F for word in w[:2]]
     high = [((w[2] >> 4 * i) & 0x0F0F0F0F) | ((word >> 2) & 0x30303030) for i, word in enumerate(w[:2])]
     return [low[0], high[0]], [low[1], high[1]]
 
 
 def _six_bit_pairs(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Value, Value]:
-    """As `six_bit_words`, with the words in one vector: scales, then minimums."""
+    """Read scales and minimums as `six_bit_words` does, but in one vector."""
     (p,), four = blocks, vec(I32, 4)
     words, masks = k.load(four, p + (at["scales"] - 4)), k.table(four, [0x3F3F3F3F, 0x30303030] * 2)
     low = (words.shuffle([1, 1, 2, 2]) >> k.table(four, [0, 2, 0, 2])) & masks
@@ -293,14 +293,14 @@ def _q3_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) 
 
 
 def q3_k_words(w: list[Value]) -> list[Value]:
-    """The scales of q3_K, each 32 too great, as words of four bytes, from the words of `scales`."""
+    """Unpack the 6-bit scales of q3_K, plus 32: 12 bytes, as three words, to words of bytes."""
     return [
         ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
     ]
 
 
 def _q3_k_ints(at: Fields, k: Emitter, p: Value) -> IntScales:
-    """As `q3_k_words`, of the words in one vector."""
+    """Read scales as `q3_k_words` does, but in one vector."""
     words, four = k.load(vec(I32, 3), p + at["scales"]), vec(I32, 4)
     low = (words.shuffle([0, 1, 0, 1]) >> k.table(four, [0, 0, 4, 4])) & 0x0F0F0F0F
     high = (words.shuffle([2, 2, 2, 2]) >> k.table(four, [0, 2, 4, 6])) & 0x03030303
@@ -336,10 +336,10 @@ def _q6_k_ints(at: Fields, k: Emitter, p: Value) -> IntScales:
 # -- codes that are indices of levels ---------------------------------------------------------------
 
 IQ4 = DType.IQ4_NL.codec.levels
-"""The levels of iq4_nl and iq4_xs."""
+"""The values of iq4_nl and iq4_xs."""
 
 MXFP4 = [level + 12 for level in DType.MXFP4.codec.levels]
-"""The levels of mxfp4, shifted to begin at 0."""
+"""The values of mxfp4, shifted to begin at 0."""
 
 
 def _uneven(table: Sequence[int], at: Fields, k: Emitter, p: Any) -> list[Any]:
@@ -364,7 +364,7 @@ def _iq4_xs_scales(at: Fields, k: Emitter, blocks: Sequence[Value]) -> tuple[Val
 
 
 def mxfp4_scale(k: Emitter, e: Value) -> Value:
-    """Half of 2 to the power of `e - 127`."""
+    """The scale of mxfp4: 2 to the power of `e - 128`."""
     small = k.const(e.type, 0x00200000) << k.select(e < 2, e, 0)
     bits = k.select(e < 2, small, (e - 1) << 23)
     return bits.bits(like(e.type, F32))
@@ -418,17 +418,17 @@ FORMATS: dict[str, BlockFormat] = dict(
 # -- scales of strips ------------------------------------------------------------------------------
 
 GroupInts = Callable[[int], Value]
-"""Return the integers of a group."""
+"""Returns a group's integers, one lane per row."""
 
 
 class Scales(NamedTuple):
-    """Scales and minimums of a block of each row of a strip.
+    """Scales and minimums of one block of each row of a strip: vectors with a lane per row.
 
     Attributes:
         d: Factor of the scales.
-        scales: Integer scales of groups; `None` if the block is one group, whose scale is `d`.
-        m: Factor of the minimums, if there are any.
-        minimums: Integer minimums of groups; `None` as above.
+        scales: Integer scales of groups; `None` if the block is one group with scale `d`.
+        m: Factor of the minimums, if the type has them.
+        minimums: Integer minimums of groups; `None` likewise.
     """
 
     d: Value
@@ -437,11 +437,11 @@ class Scales(NamedTuple):
     minimums: GroupInts | None = None
 
     def scale(self, group: int) -> Value:
-        """Return the scale of a group."""
+        """Return the float scale of a group."""
         return self.d if self.scales is None else self.scales(group).to_float() * self.d
 
     def minimum(self, group: int) -> Value | None:
-        """Return the minimum of a group, if the type has minimums."""
+        """Return the float minimum of a group; `None` if the type has no minimums."""
         if self.m is None or self.minimums is None:
             return self.m
         return self.minimums(group).to_float() * self.m
@@ -456,7 +456,7 @@ def _strip_words(field: Interleaved, n: int) -> list[Value]:
 
 
 def _byte(words: list[Value], i: int) -> Value:
-    """A byte of 32-bit words, as an integer."""
+    """Byte number `i` of 32-bit words."""
     word = words[i // 4]
     return word >> 24 if i % 4 == 3 else (word >> 8 * (i % 4)) & 255
 
@@ -519,4 +519,4 @@ SCALES: dict[str, Callable[[Interleaved], Scales]] = {
     "iq4_xs": _strip_iq4_xs,
     "mxfp4": _strip_mxfp4,
 }
-"""Readers of scales and minimums of a block of each row, by the type's name."""
+"""Readers of a strip's scales and minimums, by the type's name."""

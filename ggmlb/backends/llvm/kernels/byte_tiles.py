@@ -18,13 +18,13 @@ from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
 
 PASS = 0.35
-"""Cost of another pass over a tile, in rows of activations."""
+"""Cost of one more pass over a tile, in rows of activations."""
 
 
 def columns(level: Level, dtype: str, n: int) -> int:
-    """Return how many of `n` rows of activations a tile multiplies at once.
+    """Return the rows of activations per pass over a tile, for `n` rows in all.
 
-    The last pass computes surplus rows, which may cost more than another pass.
+    The last pass computes padding rows, which may cost more than another pass.
     """
     if _in_registers(level, dtype):
         return tiles.columns(n, amx.ROWS)
@@ -33,10 +33,10 @@ def columns(level: Level, dtype: str, n: int) -> int:
 
 
 def rows_together(level: Level, dtype: str) -> int:
-    """Return how many rows of activations a panel has at least, even if they do not fit the nearest caches.
+    """Return the least rows of activations of a panel, even if they exceed the L1 cache.
 
-    For each panel the weight is packed again. Vectors read activations slowly enough for the second-level
-    cache; tile registers read several times as fast.
+    For each panel the weight is packed again. Vector code reads activations slowly enough for the L2 cache;
+    AMX reads several times as fast.
     """
     return 2 * amx.ROWS if _in_registers(level, dtype) else 128
 
@@ -57,7 +57,7 @@ def _columns_at_once(level: Level) -> int:
 
 
 def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -> int:
-    """Bytes that a thread needs to pack a tile of rows of `k` elements."""
+    """Scratch memory that a thread needs for a packed tile of rows of `k` elements [bytes]."""
     form, whole = FORMATS[dtype], -(-k // DEPTH) * DEPTH
     floats = whole // form.group * (2 if form.has_min else 1)
     flags = -(-k // 32 // FLAGS) * FLAGS if form.wide else 0
@@ -65,7 +65,7 @@ def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -
 
 
 def _transpose(k: Emitter, source: Value, stride: int, to: Value, n_rows: int, words: Value) -> None:
-    """Transpose rows of 32-bit words, `stride` bytes apart, to columns of `n_rows` words."""
+    """Transpose `n_rows` rows of 32-bit words, `stride` bytes apart."""
     n = k.level.lanes
     for first in range(0, n_rows, n):
         with k.loop(0, words, n) as w:
@@ -75,7 +75,7 @@ def _transpose(k: Emitter, source: Value, stride: int, to: Value, n_rows: int, w
 
 
 class _Strip:
-    """Addresses of the parts of a packed strip: codes, scales, minimums if there are any; and its end."""
+    """Addresses of a packed strip's codes, scales and minimums (if any), and of its end."""
 
     def __init__(self, form: BlockFormat, size: Value, scratch: Value) -> None:
         whole = (size + (DEPTH - 1)) // DEPTH * DEPTH
@@ -86,35 +86,35 @@ class _Strip:
         self.end = self.minimums + floats if form.has_min else self.minimums
 
     def word(self, k: Emitter, group: Value, size: int, word: Value, first: int) -> Value:
-        """Load four neighbouring codes of each row: word number `word` of a group of `size` elements."""
+        """Load codes `4 word` to `4 word + 3` of a group, of each row; a group has `size` elements."""
         at = (group * (size // 4) + word) * (4 * ROWS) + first * 4
         return k.load(vec(I8, 4 * k.level.lanes), self.codes + at, 4)
 
     def scale(self, k: Emitter, group: Value, first: int) -> Value:
-        """Load the scales of a group."""
+        """Load the scales of a group, a lane per row."""
         return k.load(vec(F32, k.level.lanes), self.scales + (group * ROWS + first) * 4)
 
     def minimum(self, k: Emitter, group: Value, first: int) -> Value:
-        """Load the minimums of a group."""
+        """Load the minimums of a group, a lane per row."""
         return k.load(vec(F32, k.level.lanes), self.minimums + (group * ROWS + first) * 4)
 
 
 class StripView(NamedTuple):
-    """A strip of the weight that is read in place, with the methods of a packed one."""
+    """A strip of the weight, read in place through the methods of a packed `_Strip`."""
 
     dtype: str
     base: Value
 
     def word(self, k: Emitter, group: Value, size: int, word: Value, first: int) -> Value:
-        """See `_Strip`."""
+        """Load codes `4 word` to `4 word + 3` of a group, of each row."""
         return self._block(k, group, first, word * (4 * ROWS))["qs"].bytes(4)[0]
 
     def scale(self, k: Emitter, group: Value, first: int) -> Value:
-        """See `_Strip`."""
+        """Load the scales of a group, a lane per row."""
         return SCALES[self.dtype](self._block(k, group, first)).scale(0)
 
     def prefetch(self, k: Emitter, block: Value) -> None:
-        """Prefetch the lines that are read some time after a block."""
+        """Prefetch the cache lines `AHEAD` bytes after a block."""
         for first in range(0, ROWS, lanes(k.level)):
             for call in prefetches(k, self.dtype, self.base, block, k.i64(first)):
                 call()
@@ -129,14 +129,14 @@ def _reads_in_place(level: Level, dtype: str, is_interleaved: bool) -> bool:
 
 
 def _offset(level: Level, form: BlockFormat, signed: bool = False) -> int | None:
-    """What is subtracted from a tile's codes; `None`: they are signed."""
+    """Offset of a packed tile's codes; `None` if they are signed."""
     if form.offset is None:
         return 128 if level.dot == "vnni" and not signed else None
     return None if form.offset and (signed or level.dot in ("sdot", "widen")) else form.offset
 
 
 def _packed(form: BlockFormat, codes: Value, offset: int | None) -> Value:
-    """Convert a type's codes to those of a tile."""
+    """Convert a type's codes to those of a packed tile."""
     if form.offset is None:
         return codes if offset is None else codes ^ -128
     return codes - form.offset if offset is None else codes
@@ -195,9 +195,10 @@ def _unpack_strip(
 def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply; arguments: `matvec.ARGS`, scratch and its size per thread, those of the epilogue.
+    """Multiply a quantised weight by many rows of activations, by packed tiles.
 
-    `b_dtype`: `QUANTIZED`; `n_columns`: from `columns`.
+    Arguments: `matvec.ARGS`, scratch memory and its size per thread, the epilogue's. `b_dtype`: `QUANTIZED`;
+    `n_columns`: from `columns`.
     """
     _tiles(k, dtype, is_interleaved, n_columns, MatChunk(k, tile_rows(k.level, dtype)), epilogue)
 
@@ -250,7 +251,7 @@ def _tiles(
 def _multiply_tiles(
     k: Emitter, dtype: str, packed: _Strip, chunk: MatChunk, column: Value, n_columns: int
 ) -> list[list[Value]]:
-    """Return the sums of a tile, by tile registers, for each row of activations from `column` on."""
+    """Return a tile's sums, by AMX, for `n_columns` rows of activations from `column` on."""
     form, step, n = FORMATS[dtype], chunk.step, k.level.lanes
     assert step is not None
     floats, size, n_blocks = vec(F32, n), amx.ROW_NBYTES * n_columns, chunk.k >> 5
@@ -262,7 +263,7 @@ def _multiply_tiles(
         _any_flags(k, all_parts, chunk.k, packed.end)
 
     def each(block: Value) -> Iterator[tuple[Value, Value, float]]:
-        """The products of a block: the codes of activations, where the result is written, and its factor."""
+        """The AMX products of a block: codes of activations, address of the sums, and their factor."""
         to = (block & 1) * size
         yield x.codes, room[0] + to, 1.0
         if x.high is not None:
@@ -276,7 +277,7 @@ def _multiply_tiles(
     multiply(k.i64(0))
     with k.loop(0, n_blocks) as block:
         with k.when(block + 1 < n_blocks):
-            multiply(block + 1)  # a block ahead: a load soon after a tile store stalls
+            multiply(block + 1)  # one block ahead, as a load soon after a tile store stalls
         for _, found, times in each(block):
             scale = k.load(floats, packed.scales + block * (4 * ROWS)) * times
             for c, slot in enumerate(sums):
@@ -300,16 +301,16 @@ def _multiply_bytes(
     offset: int | None,
     is_first: Value,
 ) -> list[list[Value]]:
-    """Return the sums of a tile for each vector of its rows and each row of activations.
+    """Return a tile's sums, for each vector of its rows and each row of activations.
 
     Args:
         k: The emitted kernel.
         dtype: The weight's type.
-        strips: The tile.
+        strips: The strips of the tile.
         rows: Addresses of rows of activations.
-        size: Their elements.
-        offset: Of the strips' codes.
-        is_first: Whether this is the first pass over the tile, which is then not in the cache.
+        size: Elements of a row.
+        offset: Offset of the strips' codes.
+        is_first: Whether this is the first pass over the tile, before it is in the cache.
     """
     form, n = FORMATS[dtype], k.level.lanes
     vectors = [(strip, first) for strip in strips for first in range(0, ROWS, n)]
@@ -345,7 +346,7 @@ def _multiply_bytes(
             groups = [[dot.group(offset, form.most)] for _ in vectors]
             factor = (k.load(F32, x.scales + block * 4) * float(HIGH)).splat(n)
             add(block, [x.high], groups, [factor], [[line[c]] for line in sums])
-    # A loop over groups, because unrolled LLVM would keep the sums of one while it multiplies the next.
+    # A loop over groups: unrolled, LLVM would keep one group's sums in registers during the next.
     with k.loop(0, size // form.group) as number:
         if ahead:
             with k.when(is_first):
@@ -366,7 +367,7 @@ def _multiply_bytes(
 
 @contextmanager
 def _blocks_with_high_parts(k: Emitter, x: QuantRow, size: Value) -> Iterator[Value]:
-    """Run the block for the number of each block of a row that has them."""
+    """Emit the block as a loop over the blocks of a row that have high parts; yields their numbers."""
     assert x.flags is not None
     n_blocks = size >> 5
     with k.loop(0, n_blocks, FLAGS) as first:
@@ -382,7 +383,7 @@ def _blocks_with_high_parts(k: Emitter, x: QuantRow, size: Value) -> Iterator[Va
 
 
 def _any_flags(k: Emitter, columns: list[QuantRow], size: Value, to: Value) -> None:
-    """Write flags of the blocks that have high parts in any row of activations."""
+    """Write a flag per block: whether any row of activations has high parts there."""
     flags = vec(I8, FLAGS)
     with k.loop(0, size >> 5, FLAGS) as i:
         any_ = k.const(flags, 0)

@@ -1,7 +1,7 @@
-"""Conversion and copies of rows: floats, integers, quantised blocks; rows taken and written by index.
+"""Conversion and copies of rows (floats, integers, quantised blocks); get_rows and set_rows.
 
-Quantising rounds as ggml's reference does (quantize_row_*_ref): comparisons ignore NaN, and a value without a
-code gets code 0.
+Quantising rounds as ggml's reference does (quantize_row_*_ref): comparisons ignore NaN, and NaN or a value
+out of range gets code 0.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def _magnitude(k: Emitter, x: Value) -> Value:
 
 
 def _largest(k: Emitter, x: Value) -> Value:
-    """The first of the values with the largest magnitude; 0 if there is none."""
+    """The first value of largest magnitude; 0 if all are 0 or NaN."""
     magnitude = _magnitude(k, x)
     return k.select(magnitude > 0.0, _first(k, x, k.generic("fabs", x).equals(magnitude.splat(32))), 0.0)
 
 
 def _first(k: Emitter, x: Value, mask: Value) -> Value:
-    """The first lane that a mask selects; any if it selects none."""
+    """The value in the first lane set in a mask; any value if none is."""
     return x[k.call("llvm.cttz.i32", I32, mask.bits(I32), k.const(I1, 0)) & 31]
 
 
@@ -59,7 +59,7 @@ def _codes(k: Emitter, x: Value, most: int) -> Value:
 
 
 def _total_in_order(x: Value) -> Value:
-    """The sum of the lanes, one after another."""
+    """The sum of the lanes, added in order, as ggml does."""
     total = x[0]
     for lane in range(1, 32):
         total = total + x[lane]
@@ -104,7 +104,7 @@ def _from_least(at: Fields, k: Emitter, x: Value, p: Value) -> None:
 
 
 def _iq4_nl(at: Fields, k: Emitter, x: Value, p: Value) -> None:
-    """Each value gets the nearest level; then the scale that fits best, large values counting more."""
+    """Nearest table value for each element; then the scale of least error, weighted by the squares."""
     largest = _largest(k, x)
     d = largest / float(IQ4[0])
     scaled = x * _inverse(k, d)
@@ -127,12 +127,12 @@ WRITERS: dict[str, Callable[[Emitter, Value, Value], None]] = {
         ("q8_0", _q8_0), ("iq4_nl", _iq4_nl),
     )
 }  # fmt: skip
-"""`write(kernel, 32 floats, address)` of each type."""
+"""Writers of a quantised block, by type: `write(kernel, 32 floats, address)`."""
 
 # -- rows ------------------------------------------------------------------------------------------
 
 WORDS = {"i8": I8, "i16": I16, "i32": I32, "i64": I64, "f64": I64}
-"""Types whose elements are only copied, and the integers that they are copied as."""
+"""Types that are copied but not converted, and the integer types used to copy them."""
 
 _MOVED = {**WORDS, "f32": I32, "f16": I16, "bf16": I16}
 
@@ -147,7 +147,7 @@ def can_convert(src: str, out: str) -> bool:
 
 
 def convert(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
-    """Convert the elements from `start` on below `stop` of the row at `x` into the one at `y`."""
+    """Convert elements `start` to `stop - 1` of the row at `x` to the row at `y`."""
     if src == out and src in FORMATS:
         form = FORMATS[src]
         offset, end = (i // form.block * form.nbytes for i in (start, stop))
@@ -200,13 +200,13 @@ def _write_blocks(k: Emitter, out: str, src: str, y: Value, x: Value, start: Val
 
 
 def copy(k: Emitter, out: str, src: str) -> None:
-    """Convert rows: the loop over `y, x`."""
+    """Convert contiguous rows. Arguments: `row_loop`'s for `y, x`."""
     with each_row(k, 2) as row:
         convert(k, out, src, row.at[0], row.at[1], row.start, row.stop)
 
 
 def copy_strided(k: Emitter, out: str, src: str, sizes: tuple[int, int]) -> None:
-    """Copy elements with strides: `y_nb0, x_nb0`, and the loop over `y, x`."""
+    """Copy elements that are strided within rows. Arguments: `y_nb0, x_nb0`, then `row_loop`'s for `y, x`."""
     y_step, x_step = k.ints(2)
     with each_row(k, 2) as row, k.loop(row.start, row.stop) as i:
         y, x = row.at[0] + i * y_step, row.at[1] + i * x_step
@@ -218,10 +218,9 @@ def copy_strided(k: Emitter, out: str, src: str, sizes: tuple[int, int]) -> None
 
 
 def transpose(k: Emitter) -> None:
-    """Copy words of 32 bits whose rows are contiguous in the result and columns in the source.
+    """Transpose 32-bit elements: rows are contiguous in the result, columns in the source.
 
-    Arguments: `y`, its byte strides between rows and in two more dimensions; `x`, its byte strides along the
-    result's rows and in these two; then the elements of a row, the rows, and the two other extents.
+    Arguments: `y, y_nb1, y_nb2, y_nb3, x, x_nb0, x_nb2, x_nb3, ne0, ne1, ne2, ne3`.
     """
     y, y_nb1, y_nb2, y_nb3, x, x_nb0, x_nb2, x_nb3, n0, n1, n2, n3 = k.ints(12)
     n, n_outer = k.level.lanes, n2 * n3
@@ -251,7 +250,7 @@ def transpose(k: Emitter) -> None:
 def row_number(
     k: Emitter, ids: Value, dtype: str, limit: Value, report: tuple[Value, Value]
 ) -> tuple[Value, Value]:
-    """Load a row index and whether it is in bounds; one that is not is reported, and 0 returned."""
+    """Load a row index; return it and whether it is below `limit`. If not, report it, and return 0."""
     index = k.load(I64, ids) if dtype == "i64" else k.load(I32, ids).sext(I64)
     bad = (index < 0).raw
     bad = Value(k, k.build.or_(bad, (index >= limit).raw))
@@ -263,7 +262,10 @@ def row_number(
 
 
 def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
-    """Take rows: `a, nb1, nb2, nb3, ids, nb0, nb1, nb2, limit, errors, step`, and the loop over `y`."""
+    """Copy rows by index to the result (get_rows).
+
+    Arguments: `a, nb1..3, ids, nb0..2, limit, errors, step`, then `row_loop`'s for `y`.
+    """
     a, a_nb1, a_nb2, a_nb3, ids, nb0, nb1, nb2, limit, errors, step = k.ints(11)
     with each_row(k, 1) as row:
         i1, i2, i3 = row.place
@@ -274,7 +276,10 @@ def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
 
 
 def set_rows(k: Emitter, out: str, src: str, index: str) -> None:
-    """Write rows: `y, nb1..3, ids, nb0..2, ne1, ne2, limit, errors, step`, and the loop over `x`."""
+    """Write rows to the result's rows by index (set_rows).
+
+    Arguments: `y, nb1..3, ids, nb0..2, ne1, ne2, limit, errors, step`, then `row_loop`'s for `x`.
+    """
     y, y_nb1, y_nb2, y_nb3, ids, nb0, nb1, nb2, ne1, ne2, limit, errors, step = k.ints(13)
     with each_row(k, 1) as row:
         i1, i2, i3 = row.place

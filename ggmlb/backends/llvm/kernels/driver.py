@@ -1,26 +1,26 @@
-"""The driver: machine code in which threads run the steps of a plan.
+"""The driver: machine code by which threads run the steps of a plan, with work stealing.
 
-A plan is a table of steps: the address of a kernel, the address of its arguments, and the number of
-chunks of its work. The thread that computes the plan opens one step after another; the others poll. Each
-thread has a word with the remaining chunks of its share of the open step. It takes those first, in
-alternating order, to reuse its cache from the previous step; then it steals chunks of others, from the far
-end. A step is done when all its chunks are done, without waiting for threads that took none.
+A plan is a table of steps: address of a kernel, address of its arguments, and number of chunks. The thread
+that computes the plan starts one step after another; the workers poll. Each thread has a word with the
+remaining chunks of its share of the step. It runs those first, in alternating order, to reuse its cache from
+the previous step; then it steals chunks of other threads, from the far end. A step ends when all its chunks
+are done, without waiting for threads that took none.
 
-A cache line that another core has written takes 0.1 to 0.25 microseconds to arrive, as long as a small chunk.
-So each thread has all that it needs for a step in cache lines of its own, an idle thread polls
-nothing else, and each counts the chunks it has done before it adds them to the common count.
+A cache line written by another core takes 0.1 to 0.25 microseconds to arrive, as long as a small chunk. So
+all that a thread needs for a step is in cache lines of its own, an idle thread polls only those, and a thread
+adds its finished chunks to the common count only once it finds no more.
 
-The control block, in words of 8 bytes, each group in cache lines of its own:
+Control block, in words of 8 bytes, each group in its own cache lines:
 
     0    chunks done by workers, of all steps
     16   1 while a plan is computed
-    32   1 to stop; the address of sched_yield, or 0; threads
-    48   of the calling thread: number of the step; chunks done by workers before it
-    64   for each thread: number of the step << 40 | last chunk of its share + 1 << 20 | first;
-         kernel, arguments and chunks of the step
+    32   1 to stop; the address of sched_yield, or 0; number of threads
+    48   only of the calling thread: step number; chunks done by workers before the step
+    64   per thread: step number << 40 | end of its share << 20 | first chunk of it;
+         kernel, arguments and number of chunks of the step
 
-A word with a chunk belongs to the open step: a thread that takes a chunk by compare-and-exchange of the
-word has therefore read the kernel and arguments of that step.
+A share that is not empty belongs to the current step: so a thread that takes a chunk by compare-and-exchange
+of the word has read the kernel and arguments of that step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ POLLS_BEFORE_HELP, SPINS_BEFORE_YIELD = 64, 4096
 
 
 def control_words(n_threads: int) -> int:
-    """Words of the control block."""
+    """Size of the control block, in words of 8 bytes."""
     return WORDS + n_threads * THREAD_WORDS
 
 
 def run(k: Emitter) -> None:
-    """Compute the steps from `first` on below `last`: `control, table, first, last`."""
+    """Run steps `first` to `last - 1` in the calling thread, sharing chunks with the workers.
+
+    Arguments: `control, table, first, last`.
+    """
     control, table, first, last = k.ints(4)
     k.store(k.i64(1), control + 8 * STATE, 8)
     with k.loop(first, last) as i:
@@ -85,7 +88,10 @@ def _share(k: Emitter, control: Value, kernel: Value, args: Value, n_chunks: Val
 
 
 def serve(k: Emitter) -> None:
-    """Take chunks until there were none in `limit` polls: `(control, thread, limit, unused)`."""
+    """Run chunks as a worker; return after `limit` polls without any.
+
+    Called as `(control, thread, limit, unused)`.
+    """
     control, thread, limit = k.args, k.chunk, k.n_chunks
     n_threads = k.load(I64, control + 8 * THREADS, 8)
     idle = k.variable(k.i64(0))
@@ -110,7 +116,7 @@ def serve(k: Emitter) -> None:
 
 
 def _work(k: Emitter, control: Value, thread: Value, n_threads: Value, own: Variable) -> None:
-    """Compute chunks, the thread's own first, until no thread has any left; `own` counts them."""
+    """Run chunks, the thread's own share first, until none is left; `own` counts them."""
     owner, left, told = k.variable(thread), k.variable(n_threads), k.variable(k.i64(0))
     with k.while_() as (again, end):
         word = _atomic_load(k, _word(control, owner.now))
@@ -147,7 +153,7 @@ def _work(k: Emitter, control: Value, thread: Value, n_threads: Value, own: Vari
 
 
 def _share_of(word: Value) -> tuple[Value, Value]:
-    """The first chunk that is left of a thread's share, and the end of its chunks."""
+    """The first remaining chunk of a thread's share, and the end of the share."""
     low = (1 << CHUNK_BITS) - 1
     return word & low, (word >> CHUNK_BITS) & low
 
@@ -170,7 +176,7 @@ def _atomic_load(k: Emitter, address: Value) -> Value:
 
 
 def _pause(k: Emitter) -> None:
-    """Emit the pause instruction, which leaves the core to its other thread."""
+    """Emit the pause instruction, which yields the core to its other hardware thread."""
     if k.level.dot in ("vnni", "maddubs"):
         k.call("llvm.x86.sse2.pause", ir.VoidType())
 

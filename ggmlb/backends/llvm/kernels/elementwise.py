@@ -1,6 +1,6 @@
-"""Element-wise functions of one and of two operands, and gated linear units.
+"""Element-wise functions of one and two operands, and gated linear units.
 
-Comparisons are ggml's: false for NaN, so that `relu` and `clamp` of NaN are numbers.
+As in ggml, comparisons with NaN are false, so that `relu` and `clamp` of NaN are numbers.
 """
 
 from __future__ import annotations
@@ -143,13 +143,13 @@ FUNCTIONS: dict[str, Function] = {
     "swiglu": lambda k, gate, up: _silu(k, gate) * up,
     "swiglu_oai": _swiglu_oai,
 }
-"""Functions of the operands, then of parameters, by ggml's name in lower case."""
+"""Functions `f(kernel, *operands, *params)` by ggml's name in lower case."""
 
 
 def elementwise(
     k: Emitter, name: str, n_params: int, dtypes: Sequence[str], one_per_row: bool, past_caches: bool
 ) -> None:
-    """Apply a function: its parameters, and the loop over the result and the operands.
+    """Apply an element-wise function. Arguments: its parameters, then `row_loop`'s for result and operands.
 
     Args:
         k: The emitted kernel.
@@ -157,7 +157,7 @@ def elementwise(
         n_params: Number of its parameters.
         dtypes: Types of the result and of the operands.
         one_per_row: Whether the last operand has one element per row.
-        past_caches: Whether to write past the caches.
+        past_caches: Whether to use non-temporal stores.
     """
     n, (out, *sources) = k.level.lanes, dtypes
     params = [k.float_arg().splat(n) for _ in range(n_params)]

@@ -1,8 +1,8 @@
-"""Products of unpacked rows of floats with some rows of float activations, as in small batches.
+"""Products of unpacked float weights with 4 to 64 rows of float activations (small batches).
 
-A band of the weight's rows is multiplied by one panel of the activations after another. A panel is a part of
-some rows, copied so that it fits the nearest cache (rows a power of two apart would share cache sets). Its
-products with each group of rows of the band are added to sums in lanes, kept in the thread's scratch memory.
+A band of the weight's rows is multiplied by one panel of the activations after another. A panel is a range of
+elements of some rows, copied so that it fits the L1 cache (rows a power of two apart would share cache sets).
+Partial sums of each group of rows of the band are vectors in the thread's scratch memory.
 """
 
 from __future__ import annotations
@@ -13,57 +13,58 @@ from ggmlb.backends.llvm.kernels import tiles
 from ggmlb.backends.llvm.kernels.matvec import AHEAD, MatChunk
 
 GROUPS = 32
-"""Groups of rows of a band."""
+"""Groups of rows in a band."""
 
 PANEL_NBYTES = 16384
-"""Bytes of a panel of the activations as float32."""
+"""Size of a panel as float32 [bytes]."""
 
 NEAR = 8192
-"""Values of activations that stay in the nearest cache without being copied."""
+"""Number of activations that stay in the L1 cache without being copied."""
 
 MOST = 64
-"""Most rows of activations: with more, packing the weight is faster (`float_tiles`)."""
+"""Largest number of rows of activations; with more, packing the weight is faster (`float_tiles`)."""
 
 LINE_NBYTES = 64
-"""Bytes of a row that are multiplied before more of it is prefetched: a line of the cache."""
+"""Size of a cache line, the step of prefetching [bytes]."""
 
 
 def suits(level: Level, k: int, m: int, n: int) -> bool:
-    """Whether bands are fastest for `n` rows of activations and `m` rows of a weight, of `k` elements."""
+    """Whether this kernel is the fastest for `n` rows of activations and `m` of a weight, of `k` elements."""
     wide = level.lanes == 16
     if n < 4 or n > MOST or m < rows_at_once(level, n):
         return False
     if n <= 8:  # else by `matvec`, which needs more registers
         return not wide or k * n > NEAR
-    # Tiles can have epilogues where rows are short; and bands add up the lanes of each sum.
+    # With short rows `float_tiles` can fuse epilogues, and the reduction of lanes here costs too much.
     return k > tiles.DEPTH and k >= n * (64 if wide else 12)
 
 
 def columns_at_once(n: int) -> int:
-    """Return how many of `n` rows of activations a panel has."""
+    """Return the rows of activations of a panel, for `n` rows in all."""
     return tiles.columns(n, 8)
 
 
 def _together(level: Level, n: int) -> int:
-    """How many rows of activations of a panel are multiplied by a group of rows at once."""
+    """Return the rows of a panel that are multiplied by a group of rows at once."""
     return tiles.columns(columns_at_once(n), 8 if level.lanes == 16 else 4)
 
 
 def rows_at_once(level: Level, n: int) -> int:
-    """Return the rows of a group: as many as there are registers for their sums."""
+    """Return the rows of the weight in a group, as registers allow."""
     return min(4, 24 // _together(level, n)) if level.lanes == 16 else 3
 
 
 def scratch_nbytes(level: Level, n: int) -> int:
-    """Bytes that a thread needs for the sums of a band with `n` rows of activations."""
+    """Scratch memory that a thread needs for the sums of a band [bytes]."""
     at_once = columns_at_once(n)
     return GROUPS * rows_at_once(level, n) * -(-n // at_once) * at_once * 4 * level.lanes
 
 
 def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
-    """Multiply; arguments: `matvec.ARGS`, scratch and its size per thread.
+    """Multiply a float weight by some rows of activations, by bands.
 
-    `n_columns`: from `columns_at_once`. The weight has at least as many rows as a group.
+    Arguments: `matvec.ARGS`, scratch memory and its size per thread. `n_columns`: from `columns_at_once`. The
+    weight has at least as many rows as a group.
     """
     lanes, n_rows, together = k.level.lanes, rows_at_once(k.level, n_columns), _together(k.level, n_columns)
     chunk, (scratch, stride) = MatChunk(k, n_rows), k.ints(2)
@@ -75,7 +76,7 @@ def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
         return k.least(group * n_rows, chunk.m - n_rows)  # the last group may repeat rows
 
     def sums_of(column: Value, group: Value) -> Value:
-        """Address of a group's sums with a panel, given the panel's first row of activations."""
+        """Address of a group's sums for the panel that begins at row `column` of the activations."""
         return room + column * (GROUPS * line) + group * (n_columns * line)
 
     with k.loop(chunk.first, chunk.last, GROUPS) as first:
@@ -102,7 +103,7 @@ def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
 def _pack(
     k: Emitter, dtype: str, chunk: MatChunk, columns: tuple[Value, int], begin: Value, count: Value, to: Value
 ) -> None:
-    """Copy a panel as float32, the vectors of all rows in turn, the last padded with zeros."""
+    """Copy a panel as float32: vectors of its rows in turn, the last padded with zeros."""
     lanes, size, (first, n) = k.level.lanes, SIZES[dtype], columns
     whole = count // lanes * lanes
     rows = [chunk.column(k.least(first + c, chunk.n - 1)) + begin * size for c in range(n)]
@@ -128,9 +129,9 @@ def _add(
     to: Value,
     later: Value | None,
 ) -> None:
-    """Add products of rows with some rows of a panel to sums in lanes; the first panel sets them.
+    """Add products of a group of rows with rows of a panel to sums; the first panel sets them.
 
-    `later`: distance from the end of these elements to those that are read next, for prefetching.
+    `later`: distance from the end of these elements to the next ones, for prefetching.
     """
     lanes, (begin, count), (n_columns, some) = k.level.lanes, elements, columns
     size, floats, vector = SIZES[dtype], vec(F32, lanes), 4 * lanes
@@ -153,7 +154,7 @@ def _add(
             away = k.select(i + ahead < count, k.i64(0), later) + ahead * size
             for row in rows:
                 k.prefetch(row + i * size + away)
-        with k.loop(i, i + unit, lanes) as j:  # unrolled, LLVM would load all at once and spill
+        with k.loop(i, i + unit, lanes) as j:  # unrolled, LLVM would load everything first and spill
             add(j)
     with k.loop(whole, count, lanes) as i:
         add(i, k.first_lanes(lanes, count - i))

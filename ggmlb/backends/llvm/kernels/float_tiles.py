@@ -10,38 +10,41 @@ from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, ResultChunk, store, transposed
 
 STRIP_DEPTH = 2048
-"""Elements of rows in strips, which need no packing, that are multiplied in one pass."""
+"""Elements of a row multiplied in one pass, if the weight is in strips and needs no packing."""
 
 
 def tile_rows(level: Level, dtype: str = "", of_experts: bool = False) -> int:
-    """Return the rows of a tile."""
+    """Return the rows of the weight in a tile."""
     return 2 * level.lanes
 
 
 def columns_at_once(level: Level) -> int:
-    """Most rows of activations that are multiplied by a tile at once."""
+    """Largest number of rows of activations multiplied by a tile at once."""
     return 12 if level.lanes == 16 else 6
 
 
 def columns(level: Level, dtype: str, n: int) -> int:
-    """Return how many of `n` rows of activations a tile multiplies at once."""
+    """Return the rows of activations per pass over a tile, for `n` rows in all."""
     return tiles.columns(n, columns_at_once(level))
 
 
 def depth(is_interleaved: bool) -> int:
-    """Elements of a row that are multiplied in one pass; products of longer rows have no epilogue."""
+    """Elements of a row multiplied in one pass; longer rows take several, and cannot have an epilogue."""
     return STRIP_DEPTH if is_interleaved else DEPTH
 
 
 def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -> int:
-    """Bytes that a thread needs to pack a tile."""
+    """Scratch memory that a thread needs for a packed tile [bytes]."""
     return tile_rows(level) * DEPTH * 4
 
 
 def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply; arguments: `matvec.ARGS`, scratch and its size per thread, those of the epilogue."""
+    """Multiply a float weight by many rows of float activations, by packed tiles.
+
+    Arguments: `matvec.ARGS`, scratch memory and its size per thread, the epilogue's.
+    """
     _tiles(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
 
 
@@ -68,7 +71,7 @@ def _tiles(
         first = tile * n_rows
         with k.loop(0, chunk.k, depth(is_interleaved)) as begin:
             count = k.least(chunk.k - begin, depth(is_interleaved))
-            if is_interleaved:  # strips have the order of a tile
+            if is_interleaved:  # a strip has a tile's layout
                 vectors, step, stored = _strip_vectors(k, chunk, first, begin, SIZES[dtype]), ROWS, dtype
             else:
                 _pack(k, dtype, chunk, first, begin, count, packed)
@@ -125,7 +128,7 @@ def _pack(
 def add_result(
     k: Emitter, sums: list[list[Variable]], chunk: ResultChunk, first: Value, column: Value
 ) -> None:
-    """Add to a tile's sums what the result holds: those of earlier elements."""
+    """Add the result's current contents, the sums of earlier passes, to a tile's sums."""
     n = k.level.lanes
     for c in range(len(sums[0])):
         with k.when(column + c < chunk.n):

@@ -22,14 +22,14 @@ from ggmlb.backends.llvm.kernels.row_loop import RowPart, each_row, each_vector
 
 if TYPE_CHECKING:
     Load = Callable[[Value, Value | None], Value]
-    """Loads a vector of a row: `(first element, mask)`."""
+    """Loads a vector of a row, given its first element and a mask."""
 
 BLOCK = 4
-"""Vectors of columns that are summed together, so that several cache lines of each row are read in turn."""
+"""Vectors of columns summed together, so that adjacent cache lines of a row are read together."""
 
 
 def _loads(k: Emitter, row: RowPart, dtypes: Sequence[str], first: int = 1) -> list[Load]:
-    """Return loads of each operand of a row from operand `first` on; operand 0 is the result."""
+    """Return load functions for a row of each operand from `first` on; operand 0 is the result."""
     n = k.level.lanes
 
     def of(j: int, dtype: str) -> Load:
@@ -49,7 +49,10 @@ def _write(k: Emitter, out: str, row: RowPart, value: Load) -> None:
 
 
 def row_sums(k: Emitter, out: str, src: str) -> None:
-    """The sum of each row: a factor, and the loop over `y, x`, where `y` has one element per row."""
+    """Sum each row, times a factor.
+
+    Arguments: the factor, then `row_loop`'s for `y, x`; `y` has one element per row.
+    """
     factor = k.float_arg()
     with each_row(k, 2) as row:
         (x,) = _loads(k, row, (out, src))
@@ -57,7 +60,10 @@ def row_sums(k: Emitter, out: str, src: str) -> None:
 
 
 def repeat_back(k: Emitter, out: str, src: str) -> None:
-    """Sum repeats: `x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3`, and the loop over `y`."""
+    """The gradient of `repeat`: sum the `r1 r2 r3` copies of each row.
+
+    Arguments: `x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3`, then `row_loop`'s for `y`.
+    """
     x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3 = k.ints(10)
     n, zero = k.level.lanes, k.const(vec(F32, k.level.lanes), 0)
     with each_row(k, 1) as row:
@@ -80,9 +86,9 @@ def repeat_back(k: Emitter, out: str, src: str) -> None:
 
 
 def get_rows_back(k: Emitter, src: str) -> None:
-    """Add rows to zeros at their indices; a chunk is a range of columns.
+    """The gradient of `get_rows`: zero `y`, then add each row of `x` to the row of its index.
 
-    `x, x_nb1, ids, nb0, count, y, y_nb1, n, limit, errors, step`.
+    A chunk is a range of columns. Arguments: `x, x_nb1, ids, nb0, count, y, y_nb1, n, limit, errors, step`.
     """
     x, x_nb1, ids, nb0, count, y, y_nb1, width, limit, errors, step = k.ints(11)
     n = k.level.lanes
@@ -113,7 +119,7 @@ def _zeros(k: Emitter, at: Value) -> Callable[[Value, Value | None], None]:
 
 
 def rms_norm_back(k: Emitter, dtypes: Sequence[str]) -> None:
-    """The gradient of `rms_norm`: `eps`, and the loop over `y, dy, x`."""
+    """The gradient of `rms_norm`. Arguments: `eps`, then `row_loop`'s for `y, dy, x`."""
     n, eps = k.level.lanes, k.float_arg()
     with each_row(k, 3) as row:
         dy, x = _loads(k, row, dtypes)
@@ -125,7 +131,7 @@ def rms_norm_back(k: Emitter, dtypes: Sequence[str]) -> None:
 
 
 def soft_max_back(k: Emitter, dtypes: Sequence[str]) -> None:
-    """The gradient of `soft_max`: its scale, and the loop over `dx, dy, y`."""
+    """The gradient of `soft_max`. Arguments: `scale`, then `row_loop`'s for `dx, dy, y`."""
     n, scale = k.level.lanes, k.float_arg().splat(k.level.lanes)
     with each_row(k, 3) as row:
         dy, y = _loads(k, row, dtypes)
@@ -146,7 +152,7 @@ def _row_max(k: Emitter, row: RowPart, x: Load) -> Value:
 
 
 def cross_entropy(k: Emitter, dtypes: Sequence[str]) -> None:
-    """The cross entropy of each row, negative: the walk of `y, x, p`, where `y` has one element for each."""
+    """The negative cross entropy of each row. Arguments: `row_loop`'s for `y, x, p`; `y` has one per row."""
     n = k.level.lanes
     with each_row(k, 3) as row:
         x, p = _loads(k, row, dtypes)
@@ -166,7 +172,10 @@ def cross_entropy(k: Emitter, dtypes: Sequence[str]) -> None:
 
 
 def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
-    """The gradient of `cross_entropy_loss`: `1 / n_rows`, `grad`, and the loop over `dx, x, p`; f32."""
+    """The gradient of `cross_entropy_loss`, in float32.
+
+    Arguments: `1 / n_rows`, the address of `grad`, then `row_loop`'s for `dx, x, p`.
+    """
     n, inv_rows = k.level.lanes, k.float_arg()
     factor = (load_float(k, grad, k.int_arg()) * inv_rows).splat(n)
     with each_row(k, 3) as row:
@@ -193,7 +202,10 @@ def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
 
 
 def adamw(k: Emitter, grad: str) -> None:
-    """A step of AdamW: seven parameters, and the loop over `w, g, m, v`; all but `g` are written."""
+    """A step of AdamW, in place.
+
+    Arguments: the address of the 7 parameters, then `row_loop`'s for `w, g, m, v`.
+    """
     n, at = k.level.lanes, k.int_arg()
     numbers = [k.load(F32, at + 4 * i).splat(n) for i in range(7)]
     alpha, beta1, beta2, eps, decay, correct1, correct2 = numbers
@@ -214,7 +226,10 @@ def adamw(k: Emitter, grad: str) -> None:
 
 
 def sgd(k: Emitter, grad: str) -> None:
-    """A step of gradient descent: the two numbers, and the loop over `w, g`."""
+    """A step of gradient descent, in place.
+
+    Arguments: the address of learning rate and decay, then `row_loop`'s for `w, g`.
+    """
     n, at = k.level.lanes, k.int_arg()
     alpha, decay = (k.load(F32, at + 4 * i).splat(n) for i in range(2))
     with each_row(k, 2) as row:

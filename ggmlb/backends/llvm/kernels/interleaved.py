@@ -1,8 +1,8 @@
-"""Strips: 16 rows of a weight, interleaved field by field (as ggml's repacked `q4_0_8x8`).
+"""Strips: 16 rows of a weight, interleaved field by field (like ggml's repacked `q4_0_8x8`).
 
-A vector holds a scale, or four neighbouring codes, of each of 16 rows, and each lane sums the product of
-one row. A strip holds the bytes of its rows ordered by block, then by field of the type, then by unit of the
-field, then by row. So a product reads it from the first byte to the last, in one stream.
+A vector has the scale, or four neighbouring codes, of each of 16 rows, so that lane `i` sums the product of
+row `i`. Bytes are ordered by block, then field of the block, then unit of the field (such as four codes),
+then row. So a product reads a strip sequentially.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ ROWS = 16
 """Rows of a strip."""
 
 AHEAD = 12288
-"""Prefetch distance [bytes]: what a fast core reads of one stream in the 200 ns of a memory access."""
+"""Prefetch distance [bytes]: a fast core reads this much in the 200 ns of a memory access."""
 
 BITS = 0
-"""Unit of a field of one bit per element: bits of four neighbouring elements stay together."""
+"""Unit of fields with one bit per element: the bits of four neighbouring elements stay together."""
 
 
 class Field(NamedTuple):
-    """A part of a type's block.
+    """A field of a type's block.
 
     Attributes:
-        name: As the type's record has it.
-        offset: Where it begins [bytes].
-        nbytes: How long it is.
-        unit: Bytes of a row that stay contiguous; or `BITS`.
+        name: Name in the type's layout, such as `qs`.
+        offset: Offset in the block [bytes].
+        nbytes: Size [bytes].
+        unit: Bytes of a row that stay contiguous in a strip; or `BITS`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Field(NamedTuple):
 def fields_of(dtype: str) -> tuple[Field, ...]:
     """The fields of a type's block, in order; a float type has one.
 
-    Units are the numbers of the type's codec; of codes, four neighbours.
+    A unit is one number of the field, or four neighbouring codes.
     """
     if dtype in SIZES:
         return (Field("", 0, SIZES[dtype], SIZES[dtype]),)
@@ -60,22 +60,21 @@ def fields_of(dtype: str) -> tuple[Field, ...]:
 
 
 def lanes(level: Level) -> int:
-    """Rows of a strip per vector."""
+    """Rows of a strip in a vector."""
     return max(8, level.lanes)
 
 
 def prefetches(k: Emitter, dtype: str, strip: Value, block: Value, first: Value) -> list[Callable[[], None]]:
     """Return functions that prefetch the cache lines `AHEAD` bytes after a block.
 
-    They are called between the instructions that use the block: prefetched all at once, the lines would
-    delay later loads until the first of them arrives.
+    Call them between the instructions that use the block: prefetches in one burst would delay later loads.
 
     Args:
         k: The kernel.
         dtype: The type's name.
         strip: The strip's address.
         block: Number of the block.
-        first: The first row of a vector; each vector of a strip prefetches a part of the lines.
+        first: First row of the current vector; each vector of a strip prefetches its part of the lines.
     """
     size = _size(fields_of(dtype))
     start = strip + block * (ROWS * size) + first * size + AHEAD
@@ -88,7 +87,7 @@ def _size(fields: Sequence[Field]) -> int:
 
 
 def spread(calls: Sequence[Callable[[], None]], n: int) -> Iterator[None]:
-    """Distribute the calls over `n` iterations."""
+    """Distribute calls evenly over the `n` steps of an iterator."""
     for i in range(n):
         for call in calls[len(calls) * i // n : len(calls) * (i + 1) // n]:
             call()
@@ -100,9 +99,9 @@ def _ask(k: Emitter, start: Value, at: int) -> None:
 
 
 class Words:
-    """Consecutive codes of the rows of a strip: a vector for each four neighbours, four bytes per row.
+    """A lazy sequence of vectors of a strip's codes: item `i` has codes `4 i` to `4 i + 3` of each row.
 
-    A vector is emitted at its first use, so that not all of them occupy registers at once.
+    An item is emitted at its first use, so that they need not all be in registers.
     """
 
     def __init__(self, n: int, make: Callable[[int], Value]) -> None:
@@ -113,11 +112,11 @@ class Words:
         return self._make(i)
 
     def map(self, fn: Callable[[Value], Value]) -> Words:
-        """Apply a function to each vector."""
+        """Return the words with a function applied to each vector."""
         return Words(self._n, lambda i: fn(self[i]))
 
     def join(self, other: Words) -> Words:
-        """Return these words followed by others."""
+        """Return the two sequences concatenated."""
         return Words(self._n + other._n, lambda i: self[i] if i < self._n else other[i - self._n])
 
     def __and__(self, mask: int) -> Words:
@@ -135,15 +134,15 @@ class Words:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """The address of a block, or of a part of it, in each row of a strip.
+    """A position in a block of a strip, the same in each row.
 
     Attributes:
         k: The kernel.
         fields: The fields of the type.
         base: Address of the strip.
         block: Number of the block.
-        first: The first row of a vector.
-        offset: Of the part, in a block of ggml's layout [bytes].
+        first: First row of the vector.
+        offset: Offset in a block of ggml's layout [bytes].
     """
 
     k: Emitter
@@ -157,28 +156,28 @@ class Interleaved:
         return replace(self, offset=self.offset + n)
 
     def __getitem__(self, field: str) -> Interleaved:
-        """The address of a field."""
+        """The position of a field."""
         return self + next(f.offset for f in self.fields if f.name == field)
 
     def _address(self) -> tuple[Value, int]:
-        """The address in the strip, and the unit of the field there."""
+        """The address in the strip, and the unit of the field."""
         field = next(f for f in self.fields if 0 <= self.offset - f.offset < f.nbytes)
         start = self.base + self.block * (ROWS * _size(self.fields))
         return start + ROWS * self.offset + self.first * field.unit, field.unit
 
     def each(self) -> Value:
-        """Load a unit of each row, as integers."""
+        """Load one unit of the field (see `Field.unit`) of each row, as integers."""
         address, unit = self._address()
         return self.k.load(vec(_INTS[unit], lanes(self.k.level)), address)
 
     def bytes(self, n: int) -> Words:
-        """Load the next `n` bytes of each row."""
+        """The next `n` bytes of each row."""
         address, _ = self._address()
         type_ = vec(I8, 4 * lanes(self.k.level))
         return Words(n // 4, lambda i: self.k.load(type_, address + 4 * ROWS * i))
 
     def bits(self, value: int) -> Words:
-        """Load the next 32 bits of each row: `value` where a bit is set, else 0."""
+        """The next 32 bits of each row, as bytes that are `value` or 0."""
         address, _ = self._address()
         n = 4 * lanes(self.k.level)
         whole = I64 if n == 64 else I32
@@ -196,16 +195,16 @@ _INTS = {1: I8, 2: I16, 4: I32}
 # -- packing ---------------------------------------------------------------------------------------
 
 _VECTOR = 16
-"""Bytes of a row that are copied at a time."""
+"""Bytes of a row copied at a time."""
 
 
 def pack(k: Emitter, dtype: str, size: int) -> None:
-    """Pack rows, whose blocks have `size` bytes, to strips: `strips, rows, n_blocks, n_strips`."""
+    """Pack rows to strips; a block has `size` bytes. Arguments: `strips, rows, n_blocks, n_strips`."""
     _move(k, dtype, size, to_rows=False)
 
 
 def unpack(k: Emitter, dtype: str, size: int) -> None:
-    """Unpack strips to rows; arguments of `pack`."""
+    """Unpack strips to rows; the inverse of `pack`, with the same arguments."""
     _move(k, dtype, size, to_rows=True)
 
 
@@ -216,7 +215,7 @@ def _move(k: Emitter, dtype: str, size: int, to_rows: bool) -> None:
         strip, row = strips + start, rows + start
 
         def blocks(first: Value, stop: Value, n: int) -> None:
-            """Copy `n` blocks at a time; more than one only of floats."""
+            """Copy `n` blocks at a time; for floats `n` may exceed 1."""
             with k.loop(first, stop, n) as block:
                 for field in fields_of(dtype):
                     at = strip + block * (ROWS * size) + ROWS * field.offset
@@ -235,7 +234,7 @@ def _move(k: Emitter, dtype: str, size: int, to_rows: bool) -> None:
 def _transpose_units(
     k: Emitter, rows: list[Value], strip: Value, unit: int, n_units: int, to_rows: bool
 ) -> None:
-    """Copy units of 16 rows by transposing squares of as many units as rows."""
+    """Copy units of 16 rows, by square transposes."""
     done = 0
     while done < n_units:
         n = min(_VECTOR // unit, 1 << (n_units - done).bit_length() - 1)
@@ -252,7 +251,7 @@ def _transpose_units(
 
 
 def _transpose_bits(k: Emitter, rows: list[Value], strip: Value, to_rows: bool) -> None:
-    """Copy 32 bits of 16 rows: a byte has four neighbouring bits of an even row and of the next."""
+    """Copy 32 bits of 16 rows; a byte of the strip has four bits of an even row and of the next."""
     four, half = vec(I8, 4), range(0, ROWS, 2)
     bytes_, pairs = range(4), vec(I8, ROWS // 2)
     at = [[strip + (ROWS * i + ROWS // 2 * part) for part in range(2)] for i in bytes_]
@@ -274,5 +273,5 @@ def _transpose_bits(k: Emitter, rows: list[Value], strip: Value, to_rows: bool) 
 
 
 def _swapped(even: Value, odd: Value) -> tuple[Value, Value]:
-    """Exchange the upper four bits of the one and the lower four of the other."""
+    """Exchange the high nibbles of `even` with the low nibbles of `odd`."""
     return (even & 15) | (odd << 4), (even >> 4) | (odd & -16)

@@ -1,6 +1,6 @@
-"""Products with few rows of activations, as in decoding, of weights in strips (`interleaved`); epilogues.
+"""Products of weights in strips (`interleaved`) with few rows of activations (decoding), and fused epilogues.
 
-Each lane sums the product of one row of the weight. `tiles` has the products with more rows of activations.
+Each lane sums the product of one row of the weight. Products with more rows of activations are in `tiles`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Sums = list[list[Value]]
 
 
 def few(k: Emitter, dtype: str, n_columns: int, b_dtype: str) -> None:
-    """Multiply a strip at a time with `n_columns` rows of activations; arguments: `matvec.ARGS`."""
+    """Multiply a weight in strips by `n_columns` rows of activations. Arguments: `matvec.ARGS`."""
     chunk = MatChunk(k, ROWS)
     with k.loop(chunk.first, chunk.last) as strip:
         _strip(k, (dtype, b_dtype), chunk, strip, range(n_columns))
 
 
 def few_experts(k: Emitter, dtype: str, b_dtype: str) -> None:
-    """Multiply the experts' strips with one row of activations at a time (mul_mat_id)."""
+    """Multiply experts in strips by one row of activations at a time (mul_mat_id)."""
     chunk = ExpertChunk(k, ROWS)
     with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as strip:
         _strip(k, (dtype, b_dtype), chunk, strip, [column])
@@ -73,7 +73,7 @@ def _blocks(k: Emitter, dtype: str, chunk: MatChunk, strip: Value, columns: list
     n_blocks = chunk.k // form.block
     base = chunk.a + strip * (chunk.a_nb1 * ROWS)
     activations = [parts(column, chunk.k, layout_for_strips(dtype)) for column in columns]
-    # A loop over vectors, because unrolled LLVM would hold the activations in registers for the second.
+    # A loop over vectors: unrolled, LLVM would keep the activations in registers for the second vector.
     with k.loop(0, n_blocks) as block, k.loop(0, ROWS, n) as first:
         ask = spread(prefetches(k, dtype, base, block, first), form.block // form.together // 4)
         where = Interleaved(k, fields_of(dtype), base, block, first)
@@ -90,7 +90,7 @@ def _blocks(k: Emitter, dtype: str, chunk: MatChunk, strip: Value, columns: list
 
 
 class _Weights(NamedTuple):
-    """A block of each row of a vector: its format, the codes of each run of 32, and scales."""
+    """A block of the rows of a vector: its format, the codes of each run, and the scales."""
 
     form: BlockFormat
     codes: list[Words]
@@ -105,7 +105,7 @@ def _add_block(
     slots: list[Variable],
     ask: Iterator[None],
 ) -> None:
-    """Add the products of a block with rows of activations to their sums."""
+    """Add the products of a block with each row of activations to the sums."""
     form, _, scales = weights
     n, n_runs = lanes(k.level), form.block // 32
     products: dict[int, Value] = {}
@@ -144,7 +144,7 @@ def _four(k: Emitter, codes: Value, run: Value, word: int) -> Value:
 
 
 def _of_minimums(k: Emitter, weights: _Weights, run: int, number: Value, x: QuantRow) -> tuple[Value, Value]:
-    """Two factors of what the minimums add to the product of a run, number `number` of the row."""
+    """Return two factors whose product, times `scales.m`, is the minimums' part of a run's dot product."""
     form, _, scales = weights
     n = lanes(k.level)
     total = k.load(F32, x.sums + number * 4).splat(n)
@@ -161,7 +161,7 @@ def _of_minimums(k: Emitter, weights: _Weights, run: int, number: Value, x: Quan
 
 
 def _group(k: Emitter, weights: _Weights, block: Value, group: int, x: QuantRow) -> DotSum:
-    """An empty sum for the products of a group of a block with a row of activations."""
+    """Return a new accumulator for a group of a block with a row of activations."""
     form, _, scales = weights
     scale = None if scales.scales is None else scales.scales(group)
     number = block * (form.block // form.group) + group
@@ -171,9 +171,9 @@ def _group(k: Emitter, weights: _Weights, block: Value, group: int, x: QuantRow)
 def _totals(
     k: Emitter, weights: _Weights, block: Value, activations: list[QuantRow], runs: range, ask: Iterator[None]
 ) -> list[list[Value]]:
-    """The sums of products times integer scales, for each row of activations and each of the runs.
+    """Return sums scaled by the integer scales, for each row of activations and each run.
 
-    These runs have bits in the same bytes, which are loaded once for all of them.
+    The runs share bytes of the block, which are loaded once.
     """
     form, codes, _ = weights
     per_run, n_runs = 32 // form.group, form.block // 32
@@ -239,20 +239,20 @@ def with_epilogue(
     adds: Sequence[bool],
     gate: str | None,
 ) -> None:
-    """Multiply into scratch memory in the cache, then add a bias or residual, and apply a function or gate.
+    """Multiply by one or two weights into scratch memory; then add bias or residual, apply function or gate.
 
-    Arguments: those of each product; `alpha, limit` if the gate is `swiglu_oai`; `m, parts, y, nb1`; then for
-    each product the address of its result, `m` float32 per row, and if something is added its address, `nb1`.
+    Arguments: those of each product; `alpha, limit` for `swiglu_oai`; `m, parts, y, nb1`; then for each
+    product the address of its result (`m` float32 per row), and of the rows to add, if any, with their `nb1`.
 
     Args:
         k: The emitted kernel.
         dtype: Type of the weights.
         is_interleaved: Whether weights are in strips.
-        n_rows: Rows that are multiplied together; divides `m`.
+        n_rows: Rows of the weight multiplied together; divides `m`.
         n_columns: Rows of activations.
         b_dtype: As in `matvec.few`.
-        adds: For each product whether something is added to it.
-        gate: The gated linear unit of two products; of one a function, or `None`.
+        adds: For each product, whether a bias or residual is added.
+        gate: With two products, the gated linear unit; with one, a function or `None`.
     """
     for _ in adds:
         if is_interleaved:

@@ -1,7 +1,8 @@
 """Products of a weight in ggml's layout with few rows of activations, as in decoding (GEMV).
 
-Activations are read once per group of rows of the weight, whose sums stay in registers. A *run* is 32
-elements: a block of the quantised activations; the scales of a weight are those of *groups* of 16 or 32.
+Several rows of the weight are multiplied together, so that activations are read once for all of them. A *run*
+is 32 elements, a block of the quantised activations; a *group* is 16 or 32 elements with one scale of the
+weight.
 """
 
 from __future__ import annotations
@@ -55,23 +56,23 @@ class MatChunk:
         self.step = p["b_nb1"]
 
     def column(self, c: Value | int) -> Value:
-        """Address of row `c` of the activations."""
+        """Address of the activations' row number `c`."""
         return self.b + self.args["b_nb1"] * c
 
     def result(self, c: Value | int) -> Value:
-        """Address of row `c` of the result."""
+        """Address of the result's row number `c`."""
         return self.y + self.args["y_nb1"] * c
 
 
 AHEAD = 2048
-"""Prefetch distance [bytes]: there are more rows than streams that a processor prefetches by itself."""
+"""Prefetch distance [bytes]: the hardware prefetcher does not follow this many rows."""
 
 EXPERT_ARGS = (
     "a", "a_nb1", "a_nb2", "b", "b_nb1", "b_nb2", "b_ne1", "y", "y_nb1", "y_nb2",
     "k", "m", "n_used", "parts", "starts", "order",
 )  # fmt: skip
-"""Arguments of mul_mat_id: `order` has the numbers of the (token, expert) pairs, sorted by expert, and
-`starts` where those of each expert begin."""
+"""Arguments of mul_mat_id: `order` has the numbers of (token, expert) pairs, sorted by expert; `starts` has
+each expert's first index in it."""
 
 
 class ExpertChunk(MatChunk):
@@ -90,7 +91,7 @@ class ExpertChunk(MatChunk):
         self.last = units * (part + 1) // p["parts"]
 
     def _pair(self, c: Value | int) -> tuple[Value, Value]:
-        """Return the token, and which of its experts this is."""
+        """Return the token of pair `c`, and the expert's index among the token's."""
         number = self._kernel.load(I64, self.args["order"] + (self._begin + c) * 8)
         return number // self.args["n_used"], number % self.args["n_used"]
 
@@ -107,9 +108,12 @@ class ExpertChunk(MatChunk):
 
 
 def sort_experts(k: Emitter) -> None:
-    """Sort pairs by expert: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`."""
+    """Sort (token, expert) pairs by expert, for mul_mat_id.
+
+    Arguments: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`.
+    """
     ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step = k.ints(10)
-    ends = starts + 8  # while counting, the place of each matrix is its successor's
+    ends = starts + 8  # while counting, a matrix uses its successor's entry
     n = n_used * n_tokens
 
     def matrix(i: Value) -> Value:
@@ -140,7 +144,7 @@ def sort_experts(k: Emitter) -> None:
 
 
 UNIT = 256
-"""Elements of a row that are multiplied per iteration: one block of 256, or eight of 32."""
+"""Elements of a row multiplied per iteration: one block of 256, or eight of 32."""
 
 
 def _lanes(level: Level) -> int:
@@ -148,9 +152,9 @@ def _lanes(level: Level) -> int:
 
 
 def few(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str) -> None:
-    """Multiply `n_rows` rows of a weight at a time with all of `n_columns` rows of activations.
+    """Multiply a weight, `n_rows` rows at a time, by `n_columns` rows of activations.
 
-    `b_dtype`: the type of float activations; `QUANTIZED` beside blocks.
+    Arguments: `ARGS`. `b_dtype`: type of the activations; `QUANTIZED` if the weight is quantised.
     """
     chunk = MatChunk(k, n_rows)
     with k.loop(chunk.first, chunk.last) as group:
@@ -158,7 +162,7 @@ def few(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str) -> No
 
 
 def few_experts(k: Emitter, dtype: str, n_rows: int, b_dtype: str) -> None:
-    """Multiply the experts' matrices with one row of activations at a time (mul_mat_id)."""
+    """Multiply experts, `n_rows` rows at a time, by one row of activations at a time (mul_mat_id)."""
     chunk = ExpertChunk(k, n_rows)
     with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as group:
         _rows(k, (dtype, b_dtype), chunk, group, n_rows, [column])
@@ -197,7 +201,7 @@ def _blocks(
         k.store(k.const(floats, 0), sums + at)
 
     def add(run: Value, count: int, to_later: Value | None = None) -> None:
-        """Add products of some runs, from an even number on; a loop over rows keeps one row in registers."""
+        """Add products of `count` runs from `run` (even) on; a loop over rows, as registers hold one."""
         runs = [_ActivationRuns.of(k, form, x, run, count) for x in activations]
         with k.loop(0, n_rows) as r:
             start = base + r * chunk.a_nb1 + (run * 32) // form.block * form.nbytes
@@ -206,7 +210,7 @@ def _blocks(
             _add_runs(k, form, blocks, runs, slots)
             for c, slot in enumerate(slots):
                 k.store(slot.now, sums + r * line + 4 * n * c)
-            if to_later is not None:  # at the end, because LLVM moves no load across a prefetch
+            if to_later is not None:  # last, as LLVM moves no load across a prefetch
                 for ahead in range(0, len(blocks) * form.nbytes, 64):
                     k.prefetch(start + to_later + ahead)
 
@@ -228,15 +232,15 @@ def _blocks(
 
 
 class _ActivationRuns(NamedTuple):
-    """Runs of a row of quantised activations, from an even number on.
+    """Some runs of a row of quantised activations.
 
     Attributes:
         codes: Address of the codes.
         sums: Address of the sums.
         n: Number of runs.
-        factors: The scales: a vector for the groups of a weight; or, where those have integer scales, one for
-            each pair of runs.
-        starts: Initial values of sums of products with signed codes, for each vector of activations.
+        factors: The scales: a vector with one per group of the weight; or, if that has integer scales
+            (`_in_ints`), a vector per pair of runs.
+        starts: Initial accumulators for signed weight codes, per vector of activations.
         high: Address of the high parts, and whether there are any; `None` if the layout has none.
     """
 
@@ -249,7 +253,7 @@ class _ActivationRuns(NamedTuple):
 
     @classmethod
     def of(cls, k: Emitter, form: BlockFormat, x: QuantRow, run: Value, count: int) -> _ActivationRuns:
-        """Return `count` runs of a row, from number `run` on."""
+        """Return `count` runs of a row, from run number `run` (even) on."""
         scales, half, high = k.load(vec(F32, count), x.scales + run * 4), _lanes(k.level) // 2, None
         if _in_ints(k, form):
             factors = [scales.shuffle([i] * half + [i + 1] * half) for i in range(0, count, 2)]
@@ -263,7 +267,7 @@ class _ActivationRuns(NamedTuple):
 
 
 def _starts(k: Emitter, form: BlockFormat, x: Value, count: int) -> list[Value]:
-    """Initial values of sums of products with signed codes, for each vector; none for unsigned codes."""
+    """Initial accumulators for signed weight codes, per vector of activations; none for unsigned codes."""
     n = _lanes(k.level)
     if form.offset is not None:
         return []
@@ -273,14 +277,14 @@ def _starts(k: Emitter, form: BlockFormat, x: Value, count: int) -> list[Value]:
 
 
 def _in_ints(k: Emitter, form: BlockFormat) -> bool:
-    """Whether products are multiplied by integer scales: AVX2 does so in the instruction that adds pairs."""
+    """Whether to apply integer scales to integer sums: on AVX2 `vpmaddwd` does that for free."""
     return form.whole is not None and k.level.dot == "maddubs"
 
 
 def _add_runs(
     k: Emitter, form: BlockFormat, blocks: list[Value], columns: list[_ActivationRuns], slots: list[Variable]
 ) -> None:
-    """Add products of a row's runs to sums in lanes, for each row of activations."""
+    """Add the products of one row's runs to the sums of each row of activations."""
     n, count = _lanes(k.level), columns[0].n
     pairs = [form.pair(k, blocks if count > 1 else 2 * blocks, i, 4 * n) for i in range(-(-count // 2))]
     if form.whole is not None and _in_ints(k, form):
@@ -309,7 +313,7 @@ def _add_runs(
 
 
 def _of_groups(k: Emitter, numbers: Value, x: _ActivationRuns, n: int, sum_: Value | None = None) -> Value:
-    """A number of each group times the group's sum of activations, in `n` lanes."""
+    """Multiply a number per group by the group's sum of activations; add up to `n` lanes."""
     n_groups = numbers.type.count
     sums = k.load(vec(F32, n_groups), x.sums)
     for first in range(0, n_groups, n):
@@ -324,7 +328,7 @@ def _add_pairs(
     k: Emitter, form: BlockFormat, pairs: list[list[Value]], x: Value, starts: list[Value], factors: Value,
     slot: Variable,
 ) -> None:  # fmt: skip
-    """Add products of pairs of runs with activations at an address, times a factor of each group."""
+    """Add products of pairs of runs with activations at an address, times a factor per group."""
     for i, weights in enumerate(pairs):
         for lanes, products in _operands(k, form, i, weights, x, starts).items():
             found = _sum(k, form, products).to_float()
@@ -336,7 +340,7 @@ def _int_scaled_sums(
 ) -> Value:
     """The products of pairs of runs, times the integer scale of each group, summed in lanes."""
     half, sums = _lanes(k.level) // 2, k.variable(k.const(vec(F32, _lanes(k.level)), 0))
-    # The integers of two pairs in both halves of a vector, so that one shuffle spreads them over lanes.
+    # Both halves of a vector have the integers of two pairs, so that one shuffle broadcasts them.
     of_two = [k.opaque(ints.shuffle([*range(i, i + 8)] * 2)) for i in (0, 8)]
     for i, (weights, factor) in enumerate(zip(pairs, x.factors, strict=True)):
         found = []
@@ -348,7 +352,7 @@ def _int_scaled_sums(
 
 
 class _Product(NamedTuple):
-    """Codes, the activations to multiply, and the initial value of the sum of signed codes' products."""
+    """Weight codes, the activations to multiply, and the initial accumulator for signed codes."""
 
     w: Value
     x: Value
@@ -358,7 +362,7 @@ class _Product(NamedTuple):
 def _operands(
     k: Emitter, form: BlockFormat, pair: int, weights: list[Value], x: Value, starts: list[Value]
 ) -> dict[tuple[int, ...], list[_Product]]:
-    """Vectors of a pair's codes with their activations, by the group of each lane."""
+    """Return the codes of a pair of runs with their activations, keyed by the group of each lane."""
     half = _lanes(k.level) // 2
     found: dict[tuple[int, ...], list[_Product]] = {}
     for h, w in enumerate(weights):
@@ -370,7 +374,7 @@ def _operands(
 
 
 def _sum(k: Emitter, form: BlockFormat, products: Sequence[_Product], scale: Value | None = None) -> Value:
-    """The sum of products of stored codes with activations."""
+    """Return the dot products of codes as stored (offset not subtracted) and activations."""
     most = form.most + (form.offset or 0)
     starts = [p.start for p in products if p.start is not None]
     start = sum(starts[1:], starts[0]) if starts else None

@@ -10,7 +10,7 @@ from ggmlb.backends.llvm.kernels.row_loop import RowPart, each_row, each_vector
 
 
 def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Value]) -> Value:
-    """The sum over the row of `term(i, mask)`, which is 0 where the mask is not set."""
+    """The sum of `term(i, mask)` over the vectors of a row; `term` must be 0 in lanes not set in the mask."""
     n, unroll = k.level.lanes, 4
     sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(unroll)]
     whole = row.n // (n * unroll) * (n * unroll)
@@ -28,15 +28,17 @@ def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Valu
 def normalise(
     k: Emitter, kind: str, dtypes: Sequence[str], factors: int, added: bool = False, kept: bool = False
 ) -> None:
-    """Normalise rows: `eps`, and the loop over `y, x`, then `b` if `added`, `s` if `kept`, then the factors.
+    """Normalise rows, optionally fused with a preceding add and a following scale and bias.
+
+    Arguments: `eps`, then `row_loop`'s for `y, x`, `b` if `added`, `s` if `kept`, and the factors.
 
     Args:
         k: The emitted kernel.
         kind: `norm`, `rms_norm` or `l2_norm`.
-        dtypes: Of `y` and `x`.
-        factors: 1: the result is multiplied by rows of float32; 2: then others are added to it.
-        added: Whether the sum of `x` and `b` is normalised; all are float32 then.
-        kept: Whether the sum is also written, to `s`.
+        dtypes: Types of `y` and `x`.
+        factors: 1: multiply the result by float32 rows; 2: then also add others.
+        added: Whether to normalise `x + b`; all are float32 then.
+        kept: Whether to also write this sum, to `s`.
     """
     out, src = dtypes
     n = k.level.lanes
@@ -98,7 +100,10 @@ def _add(k: Emitter, row: RowPart) -> None:
 
 
 def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
-    """Soft max of rows: `scale, slopes, sinks, mask, nb1, nb2, nb3, ne2, ne3`, and the loop over `y, x`."""
+    """Soft max of rows, with scale, mask, ALiBi slopes and sinks.
+
+    Arguments: `scale, slopes, sinks, mask, nb1, nb2, nb3, ne2, ne3`, then `row_loop`'s for `y, x`.
+    """
     n = k.level.lanes
     scale = k.float_arg().splat(n)
     slopes, sinks, mask_at, nb1, nb2, nb3, ne2, ne3 = k.ints(8)
@@ -110,7 +115,7 @@ def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
         maximum = k.variable(k.const(vec(F32, n), infinity))
 
         def logits(i: Value, mask: Value | None) -> Value:
-            # Rounded as the row maximum is: a fused difference of large numbers would not be 0.
+            # Not fused: the row maximum must round alike, so that its difference is exactly 0.
             z = load_floats(k, "f32", row.at[1] + i * 4, n, mask).times(scale)
             if mask_type is not None:
                 z = z + load_floats(k, mask_type, bias + i * SIZES[mask_type], n, mask) * slope
@@ -154,7 +159,7 @@ def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
 
 
 def _store_first(k: Emitter, value: Value, address: Value, count: Value) -> None:
-    """Write the first lanes without a masked store, which would stall loads from the same lines."""
+    """Write the first `count` lanes without a masked store, which would stall later loads."""
     rest, to, n = k.variable(value), k.variable(address), value.type.count
     while n > 1:
         n //= 2

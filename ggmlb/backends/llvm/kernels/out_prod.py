@@ -1,8 +1,7 @@
-"""Sums of outer products (out_prod), the gradients of products: of weights of any type, also in strips.
+"""Sums of outer products (out_prod), the gradients of matrix products, for weights of any type and layout.
 
 A thread dequantises some elements of `DEPTH` rows of the first operand into its scratch memory, and
-multiplies them by all columns of the second; sums are kept in registers, and then added to the result of
-earlier rows.
+multiplies them by all columns of the second. Sums are in registers, then added to the result of earlier rows.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ ARGS = (
     "y", "y_nb1", "y_nb2", "y_nb3", "n", "m", "depth", "n2", "n3", "r2", "r3", "parts", "bands",
     "scratch", "nbytes",
 )  # fmt: skip
-"""Addresses of operands and result, with byte strides; extents of the result, and rows that are summed;
+"""Addresses of operands and result, with byte strides; extents of the result, and the number of rows to sum;
 matrices, and broadcast factors of `a`; chunks of a matrix along `n`, and along `m`; scratch memory, and its
 size per thread."""
 
 
 def unit(level: Level, dtype: str, n: int) -> int:
-    """Elements of a row that are dequantised together: whole blocks, and whole vectors."""
+    """Elements of a row dequantised together: whole blocks and whole vectors."""
     if dtype in FORMATS:
         return max(FORMATS[dtype].block, 2 * level.lanes)
     least = max(8, level.lanes)
@@ -35,7 +34,7 @@ def unit(level: Level, dtype: str, n: int) -> int:
 
 
 def scratch_nbytes(unit: int) -> int:
-    """Bytes that a thread needs."""
+    """Scratch memory that a thread needs [bytes]."""
     return DEPTH * unit * 4
 
 
@@ -73,7 +72,10 @@ class _OutProdChunk:
 def out_prod(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, unit: int, b_steps: tuple[int, int]
 ) -> None:
-    """Sum outer products: `ARGS`; `b_steps` are `b_nb0` and `b_nb1`, each where it is an element, else 0."""
+    """Sum outer products. Arguments: `ARGS`.
+
+    `b_steps`: `b_nb0` and `b_nb1` if known at compile time (the element size), else 0.
+    """
     chunk, n, n_columns = _OutProdChunk(k, unit), k.level.lanes, columns_at_once(k.level)
     p, n_vectors, band = chunk.args, min(2, unit // n), BAND * n_columns
     packed = p["scratch"] + k.thread * p["nbytes"]
@@ -126,7 +128,7 @@ def _unpack_strips(
     packed: Value,
     unit: int,
 ) -> None:
-    """Dequantise a range of elements of rows in strips, given the first row and their number."""
+    """Dequantise a range of elements of `rows` (first, count) of a weight in strips."""
     (begin, count), n = rows, rows_of_vector(k.level)
     unpack = _unpack_floats if dtype in SIZES else _unpack_blocks
     with k.loop(0, count, n) as i:
@@ -166,6 +168,6 @@ def _unpack_blocks(
 
 
 def _store_rows(k: Emitter, columns: list[Value], to: Value, step: int) -> None:
-    """Write the lanes of elements, as many as lanes, as rows `step` bytes apart."""
+    """Write a square of vectors transposed, as rows `step` bytes apart."""
     for r, values in enumerate(transposed(columns)):
         k.store(values, to + r * step)

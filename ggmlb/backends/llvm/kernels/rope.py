@@ -20,14 +20,14 @@ def rope(
     channels: bool,
     index: str | None = None,
 ) -> None:
-    """Rotate pairs; chunks are ranges of tokens.
+    """Rotate pairs (rope), optionally fused with set_rows; chunks are ranges of tokens.
 
     Arguments: `magnitude, sine's sign, y, nb1..3, x, nb1..3, ne0, heads, tokens, batches, positions, angles,
     channels, factors, pairs, start`; with an index `ids, nb0, nb1, ne1, limit, errors, step` too.
 
     Args:
         k: The emitted kernel.
-        dtypes: Of `y` and `x`.
+        dtypes: Types of `y` and `x`.
         width: Pairs per vector; divides their number.
         interleaved: Whether the elements of a pair are neighbours; else they are `pairs` apart (NeoX).
         has_factors: Whether angles are divided by frequency factors.

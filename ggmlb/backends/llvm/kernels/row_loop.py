@@ -1,7 +1,7 @@
 """Loops over the rows of several operands, in chunks for threads.
 
-Arguments of a loop (`LoweringContext.launch_rows`): the row length, three further extents, the number of
-parts of a row; then for each operand its address and three byte strides. Elements of a row are contiguous.
+Kernel arguments of a loop (set by `LoweringContext.launch_rows`): row length, three more extents, parts per
+row; then for each operand its address and three byte strides. Elements of a row are contiguous.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RowPart:
         n: Elements of the whole row.
         at: Address of the row in each operand.
         start: The first element of the part.
-        stop: The one after the last.
+        stop: Its end (exclusive).
         place: Indices of the row in the three outer dimensions.
     """
 
@@ -40,7 +40,7 @@ class RowPart:
 
 @contextmanager
 def each_row(k: Emitter, n_operands: int) -> Iterator[RowPart]:
-    """Emit the block for each row, or part of a row, of the chunk."""
+    """Emit the block as a loop over the chunk's rows, or parts of rows."""
     n0, n1, n2, n3, n_parts = k.ints(5)
     operands = [k.ints(4) for _ in range(n_operands)]
     n_rows = n1 * n2 * n3
@@ -55,7 +55,7 @@ def each_row(k: Emitter, n_operands: int) -> Iterator[RowPart]:
 
 
 def each_vector(k: Emitter, start: Value, stop: Value, body: Callable[[Value, Value | None], None]) -> None:
-    """Emit `body(i, mask)` for each vector of elements from `i` on; the last, partial one has a mask."""
+    """Emit a loop of `body(i, mask)` over the vectors of a range; the last, if partial, has a mask."""
     n = k.level.lanes
     whole = start + (stop - start) // n * n
     with k.loop(start, whole, n) as i:

@@ -1,8 +1,8 @@
-"""Products with many rows of activations, by packed tiles of the weight.
+"""Products with many rows of activations (GEMM), by packed tiles of the weight.
 
 A tile is some rows of the weight, transposed so that lanes are rows: each value (or four neighbouring
-bytes) of a row of activations is multiplied by a vector of weights. A thread packs a tile into its own
-scratch memory, which stays in the cache, and multiplies all activations by it. `byte_tiles` (quantised
+bytes) of the activations is broadcast and multiplied by a vector of weights. A thread packs a tile into its
+own scratch memory, which stays in the cache, and multiplies all activations by it. `byte_tiles` (quantised
 weights) and `float_tiles` share this module.
 """
 
@@ -16,44 +16,49 @@ from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
 
 if TYPE_CHECKING:
     Finish = Callable[[Value, Value, Value, Value | None], Value]
-    """`f(results, row of activations, first row of the weight, mask)`."""
+    """Applies the epilogue: `f(results, row of activations, first row of the weight, mask)`."""
 
 
 class ResultChunk(Protocol):
-    """A chunk that results are written for: `m` elements per row of the result, rows up to `n`."""
+    """A chunk of work of a product, as `store` needs it.
+
+    Attributes:
+        m: Elements of a row of the result.
+        n: End of the rows to write.
+    """
 
     m: Value
     n: Value
 
     def result(self, c: Value) -> Value:
-        """Address of a row of the result."""
+        """Address of the result's row number `c`."""
 
 
 DEPTH = 256
-"""Elements of a row that are packed at a time."""
+"""Elements of a row packed at a time."""
 
 
 def columns(n: int, most: int) -> int:
-    """Return the number of rows of activations per pass to cover `n`, at most `most`.
+    """Return the rows of activations per pass, at most `most`, for `n` rows in all.
 
-    Passes are as few and as even as possible; the last one may compute surplus rows.
+    Passes are as few and even as possible; the last one may compute padding rows.
     """
     return -(-n // -(-n // most))
 
 
 class Epilogue(NamedTuple):
-    """Operations on a product before it is written.
+    """The epilogue of a product: a bias or residual to add, and an activation function.
 
     Attributes:
-        added: Whether rows of float32 are added: one for each row of activations, or one for all.
-        function: Name of a function in `elementwise.FUNCTIONS` that is then applied; `None`: none.
+        added: Whether float32 rows are added: one per row of activations, or one for all.
+        function: Name in `elementwise.FUNCTIONS` of the function applied last; or `None`.
     """
 
     added: bool = False
     function: str | None = None
 
     def read(self, k: Emitter) -> Finish | None:
-        """Read the arguments: address and byte stride of the rows that are added (0: one for all)."""
+        """Read the kernel arguments: address and byte stride of the rows to add (0: one for all)."""
         if self == Epilogue():
             return None
         at, nb1 = k.ints(2) if self.added else (None, None)
@@ -71,7 +76,7 @@ class Epilogue(NamedTuple):
 
 
 def transposed(vectors: Sequence[Value]) -> list[Value]:
-    """Transpose as many vectors as each has lanes."""
+    """Transpose a square of vectors: as many as each has lanes."""
     n = len(vectors)
     low = [i // 2 + n * (i % 2) for i in range(n)]
     high = [i + n // 2 for i in low]
@@ -90,7 +95,7 @@ def store(
     columns: tuple[Value, Value],
     finish: Finish | None = None,
 ) -> None:
-    """Write the part of a tile inside the result.
+    """Apply the epilogue to a tile's sums and write them, except padding rows and columns.
 
     Args:
         k: The emitted kernel.
@@ -104,7 +109,7 @@ def store(
     with k.build.if_else((first + len(sums) * n <= chunk.m).raw) as (whole, partly):
         for inside, context in ((True, whole), (False, partly)):
             with context:
-                # Two vectors joined: the latencies of a function's operations on each then overlap.
+                # Two vectors are joined so that the latencies of the function's operations overlap.
                 joined = inside and len(sums) == 2
                 lines = [[a.join(b) for a, b in zip(*sums, strict=True)]] if joined else sums
                 for c in range(len(sums[0])):

@@ -1,4 +1,4 @@
-"""Lowering of nodes and fused groups to steps; each module holds the rules of a family of ops."""
+"""Lowering of nodes and fused groups to kernel launches (steps); each module has the rules of some ops."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,4 +1,4 @@
-"""Rule of flash attention: queries per unit of work, and parts of keys for threads."""
+"""Lowering of flash attention: queries per unit of work, and splitting of keys among threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
 FEW = 8
-"""Most queries per KV head for which keys and values are read in place."""
+"""Largest number of queries per KV head for which keys and values are read in place."""
 
 FEW_ROWS = 4
-"""Most queries of a unit that reads in place."""
+"""Largest number of queries of a unit that reads in place."""
 
 MAX_HEAD_SIZE = 1024
 
@@ -24,10 +24,10 @@ UNITS_PER_THREAD = 4
 """Least units, or parts of units, per thread, if there are enough keys."""
 
 LEAST_KEYS = 256
-"""Least keys of a part."""
+"""Least number of keys in a part."""
 
 _MERGE_WORK = 0.1
-"""Work of merging a value of a part [ns]."""
+"""Time to merge one value of a part [ns]."""
 
 
 _CACHED = frozenset(d for d in READ if d in FLOATS or FORMATS[d.name.lower()].block == 32)
@@ -89,7 +89,7 @@ def _flash_attn(node: Tensor, ctx: LoweringContext) -> None:
 
 
 def _parts(ctx: LoweringContext, work: float, n_units: int, n_kv: int) -> int:
-    """Return the number of parts of keys that gives all threads work."""
+    """Return the number of parts to split the keys into, so that all threads have work."""
     if ctx.n_threads == 1 or work < LEAST_WORK:
         return 1
     return max(1, min(-(-UNITS_PER_THREAD * ctx.n_threads // n_units), n_kv // LEAST_KEYS))

@@ -1,10 +1,10 @@
-"""The rules of ops and of fusion patterns, and what a rule calls to emit the steps of a node.
+"""The table of lowering rules, and `LoweringContext`, with which a rule emits the steps of a node.
 
-A rule is a function `(node, ctx)`, or `(group, ctx)` for a pattern. It launches kernels on a
-`LoweringContext`, in which operands have no addresses yet: `ctx.address(tensor)` returns a symbol, an integer
-with bit 62 set, the number of an operand slot, and an offset. Rules add offsets to symbols as they would to
-addresses. So the steps serve all nodes of a kind; a plan (`llvm.plan`) adds the address of each slot. The
-lowest six bits of an operand's symbol are those of its address, so that rules can ask how it is aligned.
+A rule is a function `(node, ctx)`, or `(group, ctx)` for a fusion pattern, that launches kernels on the
+context. Operands have no addresses yet: `ctx.address(tensor)` returns a *symbol*, an integer made of bit 62,
+the number of an operand slot, and an offset, to which rules may add as to an address. So one lowering serves
+all nodes of a kind; a plan (`llvm.plan`) replaces symbols by addresses. The lowest six bits of an operand's
+symbol are those of its address, for alignment checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ggmlb.backends.common.fusion import Item
 from ggmlb.backends.common.rules import FLOATS, Rules
 from ggmlb.backends.common.strided import Mem, merged
-from ggmlb.backends.llvm.codegen.host import kept_nbytes
+from ggmlb.backends.llvm.codegen.host import cached_nbytes
 from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.backends.llvm.kernels.driver import STEP_WORDS
 from ggmlb.core.dtypes import DType
@@ -38,50 +38,50 @@ if TYPE_CHECKING:
 # -- rules -----------------------------------------------------------------------------------------
 
 RULES: Final[Rules[Callable[[Any, LoweringContext], None]]] = Rules()
-"""For each op and fusion pattern its conditions and how it is lowered."""
+"""Conditions and lowering of each op and fusion pattern."""
 
 
 def lower(item: Item, ctx: LoweringContext) -> None:
-    """Emit the steps of a node or group that is not declined."""
+    """Emit the steps of a node or group; `RULES` must not decline it."""
     RULES.to_lower(item)(item, ctx)
 
 
 READ: Final = FLOATS | {d for d in DType if d.name.lower() in FORMATS}
-"""Types of weights that kernels read: floats and quantised blocks."""
+"""Types of weights: floats and quantised blocks."""
 
 
 def name(tensor: Tensor | Mem) -> str:
-    """The name of the element type, as kernels take it."""
+    """Name of the element type, as a parameter of kernels."""
     return tensor.dtype.name.lower()
 
 
 # -- steps -----------------------------------------------------------------------------------------
 
 LEAST_WORK = 6000
-"""Least work of a step for several threads [ns]; sharing it costs about a sixth of this."""
+"""Least time of a step that is shared among threads [ns]; sharing costs about a sixth of this."""
 
 CHUNK_WORK = 3000
-"""Least work of a chunk [ns]."""
+"""Least time of a chunk [ns]."""
 
 CHUNKS_PER_THREAD = 8
 """Chunks per thread of a long step: a thread that starts late computes fewer of them."""
 
 SCRATCH, ACTIVATIONS, ERRORS, NUMBER, OPERANDS = range(5)
-"""Slots: scratch memory of the item, quantised activations, the record of errors, the number of the item's
-first step, and the first operand."""
+"""Slots: scratch memory, quantised activations, the error record, number of the item's first step, and the
+first operand."""
 
 _SYMBOL, _SLOT_BITS = 1 << 62, 48
 _OFFSET = (1 << _SLOT_BITS) - 1
 
 
 def symbol(slot: int, offset: int = 0) -> int:
-    """Return the symbol of an address in a slot's memory."""
+    """Return the symbol (a relocatable address) of an offset in a slot's memory."""
     return _SYMBOL | slot << _SLOT_BITS | offset
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredSteps:
-    """The steps of a kind of node or group.
+    """Lowered steps, shared by all nodes or groups of a kind.
 
     Attributes:
         n_steps: Number of steps.
@@ -89,12 +89,11 @@ class LoweredSteps:
             number of chunks.
         args: The arguments of all steps; where they are symbols, offsets in slots.
         places: Indices of symbols in `args`.
-        slots: Their slots.
+        slots: Slots of these symbols.
         n_scratch: Size of scratch memory [bytes].
         n_activations: Size of the memory for quantised activations [bytes].
-        quantized: Slot of the operand whose values that memory holds afterwards, and in which layout; `None`:
-            as before.
-        shares: Whether any step is for several threads.
+        quantized: Slot and layout of the operand that is in that memory afterwards; `None`: unchanged.
+        shares: Whether any step has several chunks.
         kept: Arrays that the steps read, kept alive.
     """
 
@@ -119,19 +118,18 @@ NOTHING: Final = LoweredSteps(
 
 
 class LoweringContext:
-    """Collects the steps of a node or group.
+    """Collects the steps of a node or group (the item).
 
     Args:
-        backend: The stream, whose threads share steps.
+        backend: The stream.
         task: Progress task, notified when a kernel is compiled.
-        symbols: The symbols of the tensors that the item reads and writes.
-        quantized: Slot of the operand whose quantised values are in memory already, and in which layout;
-            `None` if there are none.
+        symbols: Symbols of the tensors that the item reads and writes.
+        quantized: Slot and layout of the operand whose quantised values are cached already; or `None`.
 
     Attributes:
         library: The kernels.
-        level: The instruction set that they are compiled for.
-        n_threads: Threads that may share a step.
+        level: Their instruction set.
+        n_threads: Number of threads of the stream.
     """
 
     def __init__(
@@ -154,30 +152,30 @@ class LoweringContext:
 
     @property
     def report(self) -> tuple[int, int]:
-        """Return where the next step's kernel reports a bad row number, and the step's number from 1."""
+        """Two arguments for kernels that check row indices: address of the error record, and step number."""
         return symbol(ERRORS), symbol(NUMBER, len(self._steps) + 1)
 
     def address(self, operand: Tensor | Mem) -> int:
-        """Return the symbol of the first element's address."""
+        """Return the address (a symbol) of an operand's first element."""
         return operand.offset if isinstance(operand, Mem) else self._symbols[operand]
 
     def mem(self, operand: Tensor) -> Mem:
-        """Return the memory of an operand, for windows of it."""
+        """Return an operand as a `Mem`, to take strided windows of it."""
         return Mem(None, self.address(operand), operand.dtype, operand.ne, operand.nb)
 
     def scratch(self, nbytes: int) -> int:
-        """Reserve scratch memory for the steps of this item; return its symbol."""
+        """Reserve scratch memory for the item's steps; return its address (a symbol)."""
         start = self._n_scratch
         self._n_scratch += -(-nbytes // 64) * 64
         return symbol(SCRATCH, start)
 
     def constant(self, array: npt.NDArray[Any]) -> int:
-        """Return the address of an array, which is kept alive."""
+        """Return the address of a constant array, kept alive with the steps."""
         self._kept.append(array)
         return int(array.ctypes.data)
 
     def activations(self, tensor: Tensor, nbytes: int, layout: ActivationLayout) -> tuple[int, bool]:
-        """Return memory for a tensor's quantised values, and whether they are there already."""
+        """Return memory (a symbol) for a tensor's quantised values, and whether it has them already."""
         key = (self._symbols[tensor] & ~_OFFSET & ~_SYMBOL) >> _SLOT_BITS, layout
         are_there = self._in_memory == key
         if not are_there:
@@ -186,7 +184,7 @@ class LoweringContext:
         return symbol(ACTIVATIONS), are_there
 
     def chunks(self, work: float, most: int | None = None) -> int:
-        """Return the number of chunks for some work [ns]; 1 for a single thread."""
+        """Return the number of chunks for a step of estimated time `work` [ns], at most `most`."""
         if work < LEAST_WORK:
             return 1
         n = max(2, min(int(work // CHUNK_WORK), CHUNKS_PER_THREAD * self.n_threads))
@@ -206,8 +204,8 @@ class LoweringContext:
         Args:
             kernel: The function that emits its code.
             params: Compile-time parameters.
-            args: Arguments, in the order in which the kernel reads them.
-            n_chunks: From `chunks`.
+            args: Kernel arguments, in the order in which it reads them.
+            n_chunks: Number of chunks, from `chunks`.
         """
         self._steps.append((self.library.address(kernel, tuple(params), self._task), args, n_chunks))
 
@@ -228,11 +226,11 @@ class LoweringContext:
         Args:
             kernel: The function that emits its code.
             params: Compile-time parameters.
-            args: Arguments before those of the loop.
-            ne: The extents of the loop.
-            operands: In the kernel's order; extents of 1 are repeated.
-            work: Of an element [ns].
-            join: Whether rows that follow each other in all operands may be treated as one.
+            args: Kernel arguments before those of the loop.
+            ne: Extents of the loop.
+            operands: Operands in the kernel's order; extents of 1 are broadcast.
+            work: Estimated time of an element [ns].
+            join: Whether rows that are contiguous in all operands may be merged.
             cut: Whether threads may share a row.
         """
         extents: Sequence[int] = ne
@@ -253,7 +251,7 @@ class LoweringContext:
         self.launch(kernel, params, (*args, *loop), groups * parts)
 
     def lowered(self) -> LoweredSteps:
-        """Return the steps."""
+        """Return the collected steps."""
         steps = self._steps
         words = np.zeros((len(steps), STEP_WORDS), np.int64)
         start = 0
@@ -283,28 +281,28 @@ class LoweringContext:
 # -- loops over rows -------------------------------------------------------------------------------
 
 VECTOR_NBYTES = 64
-"""Bytes of the widest vectors."""
+"""Size of the widest vector [bytes]."""
 
 LEAST_PART = 2048
-"""Least elements of a part of a row that threads share."""
+"""Least number of elements of a part of a row."""
 
 
 def _strides(operand: Tensor | Mem, ne: Ne) -> Sequence[int]:
-    """Return the byte strides of an operand in a loop; 0 where an element is repeated."""
+    """Return an operand's byte strides in a loop; 0 where it is broadcast."""
     nb = operand.nb
-    if operand.ne[0] == 1:  # its own stride is never taken; as a whole row's, such rows may be joined by it
+    if operand.ne[0] == 1:  # this stride is never used, except to merge contiguous rows of one element
         nb = (operand.dtype.type_size, *nb[1:])
     if operand.ne == ne:
         return nb
-    first = nb[0] if ne[0] == 1 else 0  # by which such rows are not joined to one that is longer than memory
+    first = nb[0] if ne[0] == 1 else 0  # 0: broadcast rows are not merged into one longer than the memory
     return [first if operand.ne[0] == 1 else nb[0]] + [
         0 if n == 1 else b for n, b in zip(operand.ne[1:], nb[1:], strict=True)
     ]
 
 
 def past_caches(operands: Sequence[Tensor | Mem], ctx: LoweringContext) -> bool:
-    """Whether to write the first operand past the caches, because a thread's operands do not fit there."""
+    """Whether to use non-temporal stores for the first operand, as the operands exceed the caches."""
     nbytes = sum(prod(t.ne) * t.dtype.type_size for t in operands)
-    if nbytes <= ctx.n_threads * kept_nbytes():
+    if nbytes <= ctx.n_threads * cached_nbytes():
         return False
     return not any(n % VECTOR_NBYTES for n in (ctx.address(operands[0]), *operands[0].nb[1:]))

@@ -1,4 +1,4 @@
-"""Rules of element-wise ops: functions of one tensor, of two, and gated linear units."""
+"""Lowering of element-wise ops: functions of one and two tensors, and gated linear units."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARAMS: dict[str, tuple[str, ...]] = {
 
 _CHEAP = 0.08
 _DEAR = 0.3
-"""Work of an element on one thread [ns]: bound by memory, and with an exponential."""
+"""Time of an element on one thread [ns]: bound by memory, and with an exponential."""
 
 _DEAR_NAMES = frozenset({
     "tanh", "elu", "sigmoid", "gelu", "gelu_quick", "gelu_erf", "silu", "exp", "expm1", "softplus", "xielu",
@@ -32,14 +32,14 @@ _DEAR_NAMES = frozenset({
 
 
 def _function(node: Tensor) -> str:
-    """The function's name, as kernels are told."""
+    """Name of a node's function in `kernels.elementwise.FUNCTIONS`, if it is there."""
     if node.op is Op.UNARY:
         return UnaryOp(node.params["op"]).name.lower()
     return str(node.op.value).lower()
 
 
 def plain_function(node: Tensor) -> str | None:
-    """The function's name for `FUNCTIONS`, if it takes nothing but the element."""
+    """Name of a node's function in `FUNCTIONS`; `None` if it is not there or has parameters."""
     fn = _function(node)
     return fn if fn in FUNCTIONS and fn not in _PARAMS else None
 
@@ -69,14 +69,14 @@ def elementwise(
     ctx: LoweringContext,
     one_per_row: bool = False,
 ) -> None:
-    """Emit the step that applies a function to elements.
+    """Emit the step of an element-wise function.
 
     Args:
-        fn: The function's name.
+        fn: The function's name in `FUNCTIONS`.
         args: Its parameters.
         tensors: The result and the operands.
-        work: Of an element [ns].
-        ctx: Where steps are emitted.
+        work: Estimated time of an element [ns].
+        ctx: The context to emit to.
         one_per_row: Whether the last operand has one element per row.
     """
     params = (fn, len(args), tuple(map(name, tensors)), one_per_row, past_caches(tensors, ctx))
@@ -87,7 +87,7 @@ _TWO = operands(FLOATS, FLOATS), in_rows(0, 1, RESULT)
 
 
 def repeats_one(i: int) -> Condition:
-    """Condition that an operand is repeated along dimensions of one element only."""
+    """Return the condition that operand `i` is broadcast only along dimensions of extent 1."""
 
     def check(node: Tensor) -> str | None:
         b = node.operand(i)

@@ -1,4 +1,4 @@
-"""Rules of training: sums, repeats, gradients of norms and soft max, losses, and optimizer steps."""
+"""Lowering of training ops: sums, repeats, gradients of norms and soft max, losses, optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
 _CHEAP, _DEAR = 0.1, 0.6
-"""Work of an element on one thread [ns]."""
+"""Time of an element on one thread [ns]."""
 
 LEAST_COLUMNS = 64
-"""Least columns of a chunk."""
+"""Least number of columns in a chunk."""
 
 
 @RULES.rule((Op.SUM_ROWS, Op.MEAN), operands(FLOATS), in_rows(0))
@@ -38,7 +38,7 @@ def _row(ctx: LoweringContext, n: int, address: int | None = None) -> Mem:
 
 
 def _by_row(ne: tuple[int, ...], row: Mem) -> Mem:
-    """A window of a row with an element for each row of a tensor."""
+    """View a row as a column: one element per row of a tensor with extents `ne`."""
     n1, n2 = ne[1:3]
     return row.window((1, *ne[1:]), (4, 4, 4 * n1, 4 * n1 * n2))  # type: ignore[arg-type]
 

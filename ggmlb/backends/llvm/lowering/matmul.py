@@ -1,4 +1,4 @@
-"""Rules of matrix products: the kernel by sizes and layouts, quantised activations, and fused epilogues."""
+"""Lowering of matrix products: choice of the kernel, quantised activations, and fused epilogues."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from ggmlb.core.tensor import Tensor
 
 _FLOAT_ROWS = {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 _BLOCK_ROWS = 8
-"""Rows of a weight that are multiplied together: of floats by rows of activations, and of blocks."""
+"""Rows of a weight multiplied together: of floats, by the rows of activations; and of quantised blocks."""
 
 CACHED_NBYTES = 1 << 24
-"""Largest weight that stays in caches [bytes], of which one row of floats at a time is fastest."""
+"""Largest float weight that stays in caches [bytes]; of those, one row at a time is fastest."""
 
 FEW, FEW_FLOATS = 4, 8
-"""Most rows of activations for which the weight is read in place: of blocks, and of floats."""
+"""Largest number of rows of activations for which a weight is read in place: of blocks, and of floats."""
 
 FEW_PACKED = 5
-"""The same for floats in strips, which are packed already; AVX2 has no registers for more."""
+"""The same for floats in strips; AVX2 has no registers for more."""
 
 PANEL_NBYTES = 1 << 19
-"""Size of a panel of quantised activations, multiplied by all of a weight before the next [bytes]."""
+"""Size of a panel of quantised activations, multiplied by the whole weight before the next one [bytes]."""
 
 PANEL_ROWS = 32
-"""Least rows of activations of a panel, for each of which the weight is packed again."""
+"""Least rows of activations of a panel, as the weight is packed again for each."""
 
 NO_EPILOGUE = tiles.Epilogue()
 
@@ -55,7 +55,7 @@ _PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT)
 
 def _three_dimensions(node: Tensor) -> str | None:
     if node.operand(0).ne[3] != 1:
-        return "the matrices lie in more than three dimensions"
+        return "src0 has more than three dimensions"
     return None
 
 
@@ -71,14 +71,14 @@ def product(
     tail: tiles.Epilogue = NO_EPILOGUE,
     added: Tensor | None = None,
 ) -> None:
-    """Emit the steps of a product, with an epilogue where `can_have_epilogue`.
+    """Emit the steps of a matrix product, with an epilogue if `can_have_epilogue`.
 
     Args:
         node: The product.
-        ctx: Where steps are emitted.
-        result: The epilogue's result.
+        ctx: The context to emit to.
+        result: The epilogue's result; default: the product's.
         tail: The epilogue.
-        added: What the epilogue adds.
+        added: The bias or residual that the epilogue adds.
     """
     a, b = node.operand(0), node.operand(1)
     quantized, packed, level = a.dtype.is_quantized, is_interleaved(a), ctx.level
@@ -129,14 +129,17 @@ def product(
 
 
 def is_many(node: Tensor) -> bool:
-    """Whether a product has too many rows of activations to read the weight in place."""
+    """Whether a product has so many rows of activations that packing the weight pays (GEMM, not GEMV)."""
     a, b = node.operand(0), node.operand(1)
     few = FEW if a.dtype.is_quantized else FEW_PACKED if is_interleaved(a) else FEW_FLOATS
     return b.ne[1] > few
 
 
 def can_have_epilogue(node: Tensor) -> bool:
-    """Whether a kernel for many rows of activations writes each element of the result once."""
+    """Whether an epilogue can be fused into a product with many rows of activations (`is_many`).
+
+    The kernel must write each element of the result once: not if it adds up a long row in several passes.
+    """
     a = node.operand(0)
     if not is_many(node) or RULES.declines(node) is not None:
         return False
@@ -149,7 +152,7 @@ def is_interleaved(weight: Tensor) -> bool:
 
 
 def rows_at_once(weight: Tensor, n: int) -> int:
-    """Return the rows of a weight, read in place, that are multiplied by `n` rows of activations at once."""
+    """Return the rows of a weight, read in place, that a kernel multiplies together, for `n` activations."""
     if is_interleaved(weight):
         return interleaved.ROWS
     if weight.dtype.is_quantized:
@@ -158,13 +161,13 @@ def rows_at_once(weight: Tensor, n: int) -> int:
 
 
 def _panels(n: int, row_nbytes: int, together: int) -> int:
-    """Return the number of panels of `n` rows of activations: each stays in the cache during a pass."""
+    """Return the number of panels to divide `n` rows of activations into, so that each fits the cache."""
     fits = max(PANEL_NBYTES // row_nbytes, together)
     return next((p for p in range(-(-n // fits), n // PANEL_ROWS + 1) if n % p == 0), 1)
 
 
 def _parts(ctx: LoweringContext, matrices: int, work: float, most: int) -> int:
-    """Return the number of chunks per matrix; `work` is that of one matrix [ns]."""
+    """Return the number of chunks per matrix, at most `most`; `work`: time of one matrix [ns]."""
     chunks = ctx.chunks(work * matrices, most * matrices)
     return max(1, -(-chunks // matrices))
 
@@ -178,7 +181,7 @@ class _Activations(NamedTuple):
 
 
 def _activations(a: Tensor, b: Tensor, ctx: LoweringContext, few: bool) -> _Activations:
-    """Return the activations `b` beside a weight; emit the step that quantises them, unless it was done.
+    """Return the activations `b` as kernels for weight `a` read them; quantise them first if necessary.
 
     `few`: the weight is read in place.
     """
@@ -200,7 +203,7 @@ def _activations(a: Tensor, b: Tensor, ctx: LoweringContext, few: bool) -> _Acti
 
 
 def _whole_lines(nbytes: int) -> int:
-    """Round up to cache lines [bytes]."""
+    """Round up to whole cache lines [bytes]."""
     return -(-nbytes // 64) * 64
 
 
@@ -240,16 +243,19 @@ def _mul_mat_id(node: Tensor, ctx: LoweringContext) -> None:
 
 
 def _has_epilogue(group: Group) -> str | None:
-    """Require that a kernel has it: for few rows, that groups of the weight's rows divide the result's."""
+    """Return why no kernel fuses the group, or `None`.
+
+    With few rows of activations, the rows multiplied together must divide the result's.
+    """
     products = group.products
     if "unary" in group and plain_function(group["unary"]) is None:
-        return "no kernel for the function"
+        return f"no fused kernel for {group['unary'].op_desc()}"
     if group.pattern != "glu" and is_many(products[0].node):
         fits = can_have_epilogue(products[0].node)
     else:
         fits = all(_is_few(p, group.result.ne) for p in products)
     fits = fits and _in_rows(group.result) and all(_is_simple(p) for p in products)
-    return None if fits else "no kernel for all"
+    return None if fits else "no fused kernel for these shapes and types"
 
 
 def _is_simple(product: Product) -> bool:
@@ -316,7 +322,7 @@ def _product_group(group: Group, ctx: LoweringContext) -> None:
 # -- outer products --------------------------------------------------------------------------------
 
 SHARED_NBYTES = 1 << 18
-"""Size of columns of an outer product beyond which chunks are few, each with many rows [bytes]."""
+"""Size of the second operand's columns above which chunks are few and large [bytes]."""
 
 
 @RULES.rule(Op.OUT_PROD, operands(READ, FLOATS, out=F32), in_rows(0, RESULT))

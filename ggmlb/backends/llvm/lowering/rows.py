@@ -1,4 +1,4 @@
-"""Rules of ops on rows: normalisation, soft max, rotary positions, copies, rows by index."""
+"""Lowering of ops on rows: normalisation, soft max, rope, copies, get_rows and set_rows."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from ggmlb.core.tensor import Ne, Tensor
 
 _NORM, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
 _COPY, _TRANSPOSE, _STRIDED, _BLOCKS = 0.1, 0.3, 1.0, 0.3
-"""Work of an element on one thread [ns]."""
+"""Time of an element on one thread [ns]."""
 
 VECTOR_WORDS = 16
-"""Words of 32 bits of the widest vectors."""
+"""32-bit lanes of the widest vector."""
 
 # -- normalisation and soft max --------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def _rope(node: Tensor, ctx: LoweringContext) -> None:
 
 
 def _rotate(node: Tensor, cache: Tensor | None, ctx: LoweringContext) -> None:
-    """Emit the step of a rope; tokens are written to the rows of `cache` that its indices name, if given."""
+    """Emit the step of a rope; if `cache` (a set_rows) is given, write tokens to its rows by index."""
     a, positions = node.operand(0), node.operand(1)
     factors = node.optional(2)
     p = node.params
@@ -188,7 +188,7 @@ def _copy(node: Tensor, ctx: LoweringContext) -> None:
 
 
 def _transposed_dimension(node: Tensor, a: Tensor) -> int | None:
-    """The dimension along which elements of 32 bits are contiguous in `a`, where those of rows are not."""
+    """The dimension along which 32-bit elements of `a` are contiguous, if it is not 0; else `None`."""
     if node.dtype != a.dtype or a.dtype.is_quantized or a.dtype.type_size != 4 or node.nb[0] != 4:
         return None
     return next((d for d in (1, 2, 3) if a.nb[d] == 4 and a.ne[d] > 1 and a.ne[0] > 1), None)
