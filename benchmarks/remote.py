@@ -228,7 +228,7 @@ def decode(
     import ray
 
     links = [device.link for device in devices]
-    here = devices[0].far_name
+    here = devices[0].remote_name
     options: dict[str, Any] = {"n_ctx": 256, "threads": n_threads}
     with TextModel(path, [here, "CPU"], **options) as model:
         n_layer, n_embd = model.config.n_layer, model.config.n_embd
@@ -327,7 +327,7 @@ def losses(devices: Sequence[Any]) -> Table:
         os.kill(number, fault)
         start = time.perf_counter()
         try:
-            device.link.ask("memory", device.far_name)
+            device.link.ask("memory", device.remote_name)
         except ggmlb.DeviceLostError:
             table.row(fault.name, f"{time.perf_counter() - start:.3f}")
         if fault is signal.SIGSTOP:

@@ -201,7 +201,7 @@ def test_ranges_lie_in_their_buffer(session: Session, offset: Any, nbytes: Any) 
 
 
 def test_data_have_the_size_that_was_told(session: Session) -> None:
-    with pytest.raises(RefusedError, match="16 bytes are to be written, and 4 came"):
+    with pytest.raises(RefusedError, match="16 bytes are to be written, and 4 were received"):
         session.run(("write", session.buffer, 0, 16, False), blob=bytes(4))
     for data in ((), (np.zeros(8, np.uint8),)):
         with pytest.raises(RefusedError):

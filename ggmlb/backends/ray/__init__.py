@@ -4,11 +4,11 @@
     RayDevice, RayBuffer, RayBackend, RayPlan         devices, buffers, streams, plans of any backend
             │  handles                                        ▲  looked up and checked
             ▼                                                 │
-    Link    commands collected, one call ─────────────▶ Node.run    JSON, and bytes
+    Link    batch of commands, one call  ─────────────▶ Node.run
             results, references to data  ◀─────────────
                                                         Node ──▶ Node   copies, through the object store
 
-`ggmlb.connect` starts the actors (`cluster`) and registers their devices. Ray is imported then.
+`ggmlb.connect` imports Ray, starts the actors (`cluster`) and registers their devices.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ggmlb.interface.procs import dev_get_extra_bufts, set_n_threads
 
 
 class RayReg(BackendReg):
-    """The registration of the devices of a cluster.
+    """The registry entry `Ray`: the devices of a cluster's machines.
 
     Attributes:
-        priority: Below all local backends, whose devices come first.
-        found: The devices, while there is a connection.
+        priority: Lower than all local backends', whose devices come first.
+        found: The devices, while connected.
     """
 
     name = "Ray"
@@ -47,7 +47,7 @@ class RayReg(BackendReg):
         """
         if not self.found:
             raise BackendUnavailable(
-                "no cluster of other machines is connected: ggmlb.connect(address), with the extra 'ray'"
+                "no Ray cluster is connected: call ggmlb.connect(address) (pip install 'ggmlb[ray]')"
             )
         return self.found
 

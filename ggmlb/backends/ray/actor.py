@@ -1,4 +1,4 @@
-"""The Ray actor of a node."""
+"""The Ray actor that serves a machine's devices."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import ray
 from ggmlb.backends.ray.node import Node
 
 WATCH = "watch"
-"""Concurrency group, a thread of its own, in which a busy actor answers that it is alive."""
+"""Concurrency group (a separate thread) in which a busy actor answers `ping`."""
 
 
 class NodeActor:
-    """A node as an actor: `run` in the order of the calls, `ping` at any time.
+    """A Ray actor that owns a `Node`. Calls of `run` are in order; `ping` answers at any time.
 
-    The node is a part of it, as Ray puts a call of its own around each method of an actor's class. `start`
-    makes it, as Ray tells of an error in a constructor in words only.
+    It does not derive from `Node`, as Ray wraps each method of an actor's class. `start` replaces the
+    constructor, of which Ray reports errors only as text.
     """
 
     def start(self, *args: Any) -> list[dict[str, Any]]:
-        """Make the node; see `Node`. Return its facts."""
+        """Create the `Node`; return the properties of its devices (`Node.facts`)."""
         self._node = Node(*args)
         return self._node.facts()
 
     def run(self, message: bytes, *apart: Any) -> Any:
-        """See `Node.run`."""
+        """Run a batch of commands; see `Node.run`."""
         return self._node.run(message, *apart)
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def ping(self) -> int:
-        """Return the number of the process."""
+        """Return the process id."""
         return os.getpid()

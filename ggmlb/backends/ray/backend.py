@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class RayEvent(Event):
-    """An event of a remote stream: the actor call after which all work queued before it is done.
+    """An event of a remote stream, represented by the actor call after which it is complete.
 
     Attributes:
-        call: `None` until recorded, or if nothing was in progress then.
+        call: The call; `None` until recorded, or if no work was pending then.
     """
 
     device: RayDevice
@@ -45,7 +45,7 @@ class RayPlan(GraphPlan):
     """A graph plan on another machine.
 
     Attributes:
-        planned: Its remote handle, and the reads that follow it.
+        planned: Its remote handle, and the reads expected after it.
     """
 
     def __init__(self, backend: RayBackend, graph: Graph) -> None:
@@ -58,7 +58,7 @@ class RayPlan(GraphPlan):
 
 
 class RayBackend(Backend):
-    """A stream on a device of another machine; remote work runs in the order of the calls.
+    """A stream on a device of another machine; all work on that machine runs in the order of the calls.
 
     Attributes:
         handle: The remote stream's handle.
@@ -130,5 +130,5 @@ class RayBackend(Backend):
 
 
 def _handle(buffer: Buffer) -> int:
-    assert isinstance(buffer, RayBuffer)  # all others are refused before a graph is planned
+    assert isinstance(buffer, RayBuffer)  # others are rejected before a graph is planned
     return buffer.handle

@@ -26,8 +26,8 @@ class RayBufferType(BufferType):
     """A buffer type of a device of another machine.
 
     Attributes:
-        is_plain: Whether tensors are stored in their own layout; else the machine is asked, once per type
-            and extents.
+        is_plain: Whether tensors are stored in their own layout; else the machine is queried for it, once
+            per type and shape.
     """
 
     device: RayDevice
@@ -46,11 +46,11 @@ class RayBufferType(BufferType):
         return self._max_size
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Bytes that the tensor takes in remote memory."""
+        """Size of the tensor in remote memory [bytes]."""
         return tensor.nbytes if self.is_plain else self._of(tensor).nbytes
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether products with this weight are faster from this memory."""
+        """Whether matrix products with this weight are faster from this memory."""
         return self.is_plain or self._of(tensor).suits
 
     def is_readable(self, tensor: Tensor) -> bool:
@@ -58,33 +58,35 @@ class RayBufferType(BufferType):
         return self.is_plain or self._of(tensor).is_readable
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Type and byte strides in which a tensor is stored."""
+        """Type and byte strides of the tensor as stored there."""
         return (tensor.dtype, tensor.nb) if self.is_plain else self._of(tensor)[1:3]
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the order in which its blocks are packed; empty if they are not."""
+        """Name of the order in which the tensor is repacked; empty if it is not."""
         return "" if self.is_plain else self._of(tensor).packing
 
     def _of(self, tensor: Tensor) -> Stored:
         record = node_record(tensor)
         if record not in self._stored:
-            self._stored[record] = self.device.link.ask("stores", self.device.far_name, self._number, record)
+            self._stored[record] = self.device.link.ask(
+                "stores", self.device.remote_name, self._number, record
+            )
         return self._stored[record]
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
-        handle = self.device.link.ask("alloc", self.device.far_name, self._number, nbytes)
+        handle = self.device.link.ask("alloc", self.device.remote_name, self._number, nbytes)
         return (RayBuffer if self.is_plain else RayStoringBuffer)(self, handle, nbytes)
 
 
 class RayBuffer(Buffer):
-    """An allocation on another machine, named by its handle.
+    """A buffer on another machine, identified by a handle.
 
-    Small writes are batched with the next command, which raises their errors.
+    Small writes are batched; the next command that waits raises their errors.
 
     Attributes:
         link: The connection to the machine.
         handle: The remote buffer's handle.
-        piece: Largest read or write [bytes]; larger ones are split.
+        piece: Size into which larger transfers are split [bytes].
     """
 
     buft: RayBufferType
@@ -105,7 +107,7 @@ class RayBuffer(Buffer):
         return self.handle
 
     def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
-        """Return the remote memory range of some bytes of a tensor."""
+        """Return the remote memory range of `nbytes` of a tensor (default: all)."""
         return MemoryRange(self.handle, tensor.offset + offset, tensor.nbytes if nbytes is None else nbytes)
 
     def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:
@@ -115,7 +117,7 @@ class RayBuffer(Buffer):
             self.link.write(self.span(tensor, offset + start, piece.nbytes), piece)
 
     def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        """Queue a read into an array."""
+        """Queue a read into an array, filled when the call is done."""
         for start in range(0, out.nbytes, self.piece):
             piece = out[start : start + self.piece]
             self.link.read(self.span(tensor, offset + start, piece.nbytes), piece)
@@ -127,7 +129,7 @@ class RayBuffer(Buffer):
         part = self.link.files.part_of(data)
         for start in range(0, data.nbytes, self.piece):
             piece = data[start : start + self.piece]
-            self._tell(piece.nbytes)
+            self._show_progress(piece.nbytes)
             if part is None:
                 self.queue_write(tensor, piece, offset + start)
             else:
@@ -136,12 +138,12 @@ class RayBuffer(Buffer):
                 self.link.flush()
         self.link.settle()
 
-    def _tell(self, nbytes: int) -> None:
+    def _show_progress(self, nbytes: int) -> None:
         """Show the progress of an upload, if it takes long."""
         if self._n_taken + nbytes > self.size:
-            self._n_taken = 0  # it is written anew
+            self._n_taken = 0  # a new upload
         self._n_taken += nbytes
-        self.link.tell(f"{readable_size(self._n_taken)} of {readable_size(self.size)}")
+        self.link.show_progress(f"{readable_size(self._n_taken)} of {readable_size(self.size)}")
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         self.queue_read(tensor, out, offset)
@@ -169,12 +171,12 @@ class RayBuffer(Buffer):
 
 
 class RayStoringBuffer(RayBuffer):
-    """An allocation that stores tensors in another layout: transfers name the tensor, and are not split."""
+    """A remote buffer that repacks tensors: a transfer sends the tensor's record, and is not split."""
 
     piece = sys.maxsize
 
     def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
-        """Return the remote memory range of some bytes of a tensor."""
+        """Return the range of `nbytes` of a tensor (default: all), identified by its record."""
         return MemoryRange(self._record(tensor), offset, tensor.nbytes if nbytes is None else nbytes)
 
     def _init_tensor(self, tensor: Tensor) -> None:
@@ -190,7 +192,7 @@ def _release(link: Link, handle: int) -> None:
 
 
 def queue_copy(src: Tensor, dst: Tensor) -> bool:
-    """Queue a copy between remote buffers; `False` if one of them is not remote."""
+    """Queue a copy between remote buffers; return `False` if one is local or repacks tensors."""
     source, target = src.buffer, dst.buffer
     if not (isinstance(source, RayBuffer) and source.buft.is_plain):
         return False

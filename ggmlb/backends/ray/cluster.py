@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from ggmlb.backends.ray.link import Link
 
 START_S: Final = 120.0
-"""How long a machine may take to start an actor [s]."""
+"""Time limit for a machine to start its actor [s]."""
 
 _open: list[Cluster] = []
 
 
 class Cluster(Closeable):
-    """A connection; a context manager, which closes it on exit.
+    """A connection to a Ray cluster; as a context manager it is closed on exit.
 
     Attributes:
-        reg: The registration of its devices.
+        reg: The registry entry of its devices.
     """
 
     def __init__(self, reg: RayReg, actors: Mapping[str, Any], links: Sequence[Link], is_ours: bool) -> None:
@@ -40,11 +40,11 @@ class Cluster(Closeable):
 
     @property
     def devices(self) -> Sequence[Device]:
-        """The devices of all machines, machine by machine; none once it is closed."""
+        """The devices of all machines, machine by machine; empty after `close`."""
         return tuple(self.reg.found)
 
     def close(self) -> None:
-        """End the actors and free all that they hold; no effect if already closed."""
+        """End the actors, which frees their memory; no effect if already closed."""
         import ray
 
         if not self._is_open:
@@ -52,8 +52,8 @@ class Cluster(Closeable):
         self._is_open = False
         _open.remove(self)
         for link in self._links:
-            link.end_telling()
-        with suppress(RegistryError):  # if the user has unloaded it
+            link.end_progress()
+        with suppress(RegistryError):  # the user may have unloaded it
             registry.unload(self.reg)
         self.reg.found.clear()
         if ray.is_initialized():
@@ -69,13 +69,13 @@ class Cluster(Closeable):
 def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) -> Cluster:
     """Start an actor on each machine, and register its devices; see `ggmlb.connect`."""
     if not isinstance(address, str) or not address:
-        raise ArgumentError(f"connect: address is {address!r}; give a text, as 'auto' or '10.0.0.1:6379'")
+        raise ArgumentError(f"connect: address is {address!r}; give a string: 'auto', 'local' or 'HOST:PORT'")
     for what, texts in (("devices", () if names is None else names), ("shared", shared)):
         if isinstance(texts, str) or not (
             isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
         ):
-            raise ArgumentError(f"connect: {what} is {texts!r}; give a list of texts")
-    # In a notebook both ask for ipywidgets, for pictures that are not shown.
+            raise ArgumentError(f"connect: {what} is {texts!r}; give a list of strings")
+    # In a notebook Ray warns of missing ipywidgets, by log and warning, for displays that are not used.
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -87,7 +87,7 @@ def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) ->
     from ggmlb.backends.ray.link import Link
 
     if _open:
-        raise RegistryError(f"connect: there is {_open[0]!r} already; close() it first")
+        raise RegistryError(f"connect: already connected, {_open[0]!r}; close() it first")
     is_ours = not ray.is_initialized()
     if is_ours:
         try:
@@ -96,8 +96,8 @@ def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) ->
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise BackendUnavailable(
-                f"there is no Ray cluster at {address!r}, or its token is another (RAY_AUTH_TOKEN): "
-                f"{one_line(error)}; start one with 'ray start --head', or give connect('local')"
+                f"no Ray cluster at {address!r}, or it needs another RAY_AUTH_TOKEN: {one_line(error)}; "
+                "start one with 'ray start --head', or use connect('local')"
             ) from error
     actors: dict[str, Any] = {}
     links: list[Link] = []
@@ -125,7 +125,7 @@ def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) ->
 
 
 def _machines() -> list[Mapping[str, Any]]:
-    """Return Ray's record of each machine: this one first, the others by address."""
+    """Return Ray's record of each living machine: this one first, the others by address."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
@@ -134,7 +134,7 @@ def _machines() -> list[Mapping[str, Any]]:
 
 
 def _start(machine: Mapping[str, Any], names: Sequence[str] | None) -> Any:
-    """Start the actor of a machine, with all its GPUs unless no device is to be one."""
+    """Start the actor of a machine; reserve all its GPUs, unless `names` has no GPU."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -151,11 +151,11 @@ def _start(machine: Mapping[str, Any], names: Sequence[str] | None) -> Any:
 
 
 def _facts(node: str, answer: Any) -> list[Mapping[str, Any]]:
-    """Wait for an actor to start; return the facts of its devices.
+    """Wait for an actor to start; return the properties of its devices.
 
     Raises:
         BackendUnavailable: It does not start.
-        Error: Of its start.
+        Error: An error of `NodeActor.start`.
     """
     import ray
     from ray import exceptions
@@ -165,7 +165,7 @@ def _facts(node: str, answer: Any) -> list[Mapping[str, Any]]:
         return facts
     except exceptions.GetTimeoutError:
         raise BackendUnavailable(
-            f"{node} has not started within {START_S:.0f} s; are its GPUs in use ('ray status')?"
+            f"{node} has not started within {START_S:.0f} s; see 'ray status' whether its GPUs are in use"
         ) from None
     except exceptions.RayError as error:
         cause: Any = getattr(error, "cause", None)
@@ -173,4 +173,4 @@ def _facts(node: str, answer: Any) -> list[Mapping[str, Any]]:
             cause = cause.cause
         if isinstance(cause, Error):
             raise cause from None
-        raise BackendUnavailable(f"{node} does not start: {one_line(error)}") from None
+        raise BackendUnavailable(f"{node} cannot start its actor: {one_line(error)}") from None

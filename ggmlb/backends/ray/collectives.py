@@ -1,9 +1,9 @@
 """All-reduce of tensors over machines.
 
 Each machine sends its part to all others through Ray's object store, and adds all parts in the order of the
-machines. Neither costs a call of its own: a part is read in the call of the computation before it, once that
-read is expected, and the sum is in the call of the computation after it. Ray's own collectives need PyTorch
-or NCCL.
+machines. This needs no extra actor calls: from the second time on, the call of the preceding computation also
+reads the part ahead, and the sum is batched with the following computation. Ray's own collectives need
+PyTorch or NCCL.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class RayCommunicator:
-    """A group of streams of different machines, for sums."""
+    """A group of streams on different machines, for all-reduce."""
 
     def __init__(self, backends: Sequence[RayBackend]) -> None:
         self.links = tuple(backend.device.link for backend in backends)
 
 
 def comm_init(backends: Sequence[Backend]) -> RayCommunicator | None:
-    """Connect streams; `None` if one is of another kind, or two are of one machine.
+    """Create a communicator of streams; `None` if one is not a Ray stream, or two are on one machine.
 
     Source: ggml_backend_comm_init.
     """
@@ -39,19 +39,19 @@ def comm_init(backends: Sequence[Backend]) -> RayCommunicator | None:
 
 
 def comm_free(comm: RayCommunicator) -> None:
-    """End a connection (ggml_backend_comm_free)."""
+    """Free a communicator (ggml_backend_comm_free)."""
     comm.links = ()
 
 
 def comm_allreduce_tensor(comm: RayCommunicator, tensors: Sequence[Tensor]) -> bool:
-    """Queue on each machine the sum of all tensors, written over its own tensor.
+    """Queue an in-place all-reduce (sum): each machine's tensor becomes the sum of all.
 
     Args:
         comm: From `comm_init`.
-        tensors: One for each stream, in that order, of one shape, on the stream's machine.
+        tensors: One per stream, in that order, of one shape, on the stream's machine.
 
     Returns:
-        Whether it was queued; not for types other than f32, nor for tensors with gaps.
+        Whether it was queued; `False` for types other than f32 and for tensors that are not contiguous.
 
     Raises:
         DeviceLostError: A machine is lost.

@@ -20,7 +20,7 @@ class RayDevice(Device):
 
     Attributes:
         link: The connection to its machine.
-        far_name: Its name on that machine.
+        remote_name: Its name on that machine.
     """
 
     caps = Caps(async_=True, events=True)
@@ -28,8 +28,8 @@ class RayDevice(Device):
     def __init__(self, reg: RayReg, link: Link, node: str, facts: Mapping[str, Any]) -> None:
         self._reg = reg
         self.link = link
-        self.far_name: str = facts["name"]
-        self._name = f"{node}/{self.far_name}"
+        self.remote_name: str = facts["name"]
+        self._name = f"{node}/{self.remote_name}"
         link.devices += (self._name,)
         self._description = f"{facts['description']}, on {facts['host']}"
         kind = DeviceType(facts["type"])
@@ -40,7 +40,7 @@ class RayDevice(Device):
 
     @property
     def name(self) -> str:
-        """The node and the device: `node0/CPU`."""
+        """Names of the node and of its device, such as `node0/CPU`."""
         return self._name
 
     @property
@@ -50,54 +50,54 @@ class RayDevice(Device):
 
     @property
     def type(self) -> DeviceType:
-        """The remote device's type; ACCEL for a CPU, which works beside the local one."""
+        """The remote device's type; ACCEL for a remote CPU, as CPU means the local one."""
         return self._type
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Free and total remote memory [bytes], asked now."""
-        free, total = self.link.ask("memory", self.far_name)
+        """Free and total memory of the remote device, queried at each access [bytes]."""
+        free, total = self.link.ask("memory", self.remote_name)
         return free, total
 
     @property
     def reg(self) -> RayReg:
-        """The registration `Ray`."""
+        """The registry entry `Ray`."""
         return self._reg
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
-        """Open a remote stream; the parameters are those of the device.
+        """Open a remote stream; parameters are the remote device's.
 
         Raises:
-            ArgumentError: The device does not know a parameter.
+            ArgumentError: The remote device does not have a parameter.
             DeviceLostError: The machine is lost.
         """
-        return RayBackend(self, self.link.ask("open", self.far_name, dict(params or {})))
+        return RayBackend(self, self.link.ask("open", self.remote_name, dict(params or {})))
 
     @property
     def buffer_type(self) -> BufferType:
-        """The device's memory."""
+        """The remote device's default buffer type."""
         return self._memories[0]
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
-        """The device's buffer types that store weights in another layout."""
+        """The remote device's extra buffer types, which repack weights."""
         return self._memories[1:]
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Whether a buffer type is of this device."""
+        """Whether the buffer type belongs to this device."""
         return buft in self._memories
 
     def declines(self, op: Tensor) -> str | None:
-        """Return the remote device's reason; cached for nodes that differ only in their addresses."""
+        """Return why the remote device cannot compute the node, or `None`; cached per kind of node."""
         if (why := unsendable(op)) is not None:
             return why
         record = node_record(op, self._handle)
         if record not in self._declined:
-            self._declined[record] = self.link.ask("declines", self.far_name, record) or None
+            self._declined[record] = self.link.ask("declines", self.remote_name, record) or None
         return self._declined[record]
 
     def _handle(self, buffer: Buffer) -> int:
-        """Return the handle of a buffer whose layout `declines` depends on."""
+        """Return the handle of a buffer that repacks, on which `declines` depends; else `NONE`."""
         if isinstance(buffer, RayBuffer) and buffer.link is self.link and not buffer.buft.is_plain:
             return buffer.handle
         return NONE

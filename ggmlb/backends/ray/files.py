@@ -1,8 +1,8 @@
 """Files on a shared file system: a node reads weights from them itself, instead of receiving them.
 
-The driver recognises data of a memory-mapped file by their address (/proc/self/maps on Linux), and sends path
-and offset. The node reads files of the shared folders only, and only if size and time of
-change are those that the driver saw.
+The driver finds the memory-mapped file of an array by its address (/proc/self/maps on Linux), and sends path
+and offset. The node only reads files of the shared folders whose size and modification time equal the
+driver's.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class FilePart(NamedTuple):
     """A part of a file.
 
     Attributes:
-        path: The file, without links.
-        offset: Where it begins in the file [bytes].
-        size: Of the file [bytes].
-        mtime_ns: When the file was changed.
+        path: The file, links resolved.
+        offset: Start of the part in the file [bytes].
+        size: Size of the file [bytes].
+        mtime_ns: Modification time of the file [ns].
     """
 
     path: str
@@ -37,10 +37,10 @@ class FilePart(NamedTuple):
 
 
 class SharedFiles:
-    """Files in some folders.
+    """The files of shared folders.
 
     Args:
-        folders: Paths that are the same on all machines.
+        folders: Paths of the folders, the same on all machines.
     """
 
     def __init__(self, folders: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ class SharedFiles:
         return any(os.path.commonpath([real, folder]) == folder for folder in self.folders)
 
     def part_of(self, data: Bytes) -> FilePart | None:
-        """Return the part of a shared file that an array maps; `None` if it maps none."""
+        """Return the part of a shared file that an array memory-maps, or `None`."""
         if not self.folders:
             return None
         first = data.ctypes.data
@@ -75,7 +75,7 @@ class SharedFiles:
         """Read a part of a shared file.
 
         Raises:
-            BackendError: The file cannot be read, or is another here.
+            BackendError: The file cannot be read, or differs from the driver's.
             RefusedError: It is in no shared folder, or the part is beyond its end.
         """
         if not self.holds(path):
@@ -86,16 +86,17 @@ class SharedFiles:
                 stat = os.fstat(file.fileno())
                 if (stat.st_size, stat.st_mtime_ns) != (size, mtime_ns):
                     raise BackendError(
-                        f"{path} is another file here than on the driver's machine; copy it again"
+                        f"{path} is another file here than on the driver's machine (by size or modification "
+                        "time); copy it again"
                     )
                 if start + nbytes > stat.st_size:
                     refuse(f"bytes {start} to {start + nbytes} of {path}, which has {stat.st_size}")
                 file.seek(start)
                 data = np.empty(nbytes, np.uint8)
                 if file.readinto(data.data) != nbytes:
-                    raise BackendError(f"{path} was cut short while it was read")
+                    raise BackendError(f"{path} became shorter while it was read; load the model again")
                 return data
         except OSError as error:
             raise BackendError(
-                f"{path} cannot be read here: {error}; leave out shared=, or mount it"
+                f"{path} cannot be read here: {error}; mount the folder, or leave out shared="
             ) from None

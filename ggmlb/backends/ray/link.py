@@ -1,14 +1,14 @@
 """Link: the driver's end of a connection to a node.
 
 Commands are batched into one actor call, sent when something waits for them or a graph is computed. Calls are
-asynchronous; the node runs them in order. So a split costs one call: its inputs, its plan's handle, and the
-reads that followed the same plan the last time (read ahead), which are then answered on this side.
+asynchronous; the node runs them in order. So a split costs one call with its inputs, its plan's handle, and
+the reads that followed this plan the last time (read-ahead): those reads then need no further call.
 
     write, write, compute, (read)  ──── one call ────▶  Node.run
     read                           ◀─── its result ───
 
-Data of `APART` bytes and more are objects of their own in Ray's object store: the driver does not wait for
-them when they go from node to node. Smaller data are part of the message.
+Data of `APART` bytes or more are separate objects in Ray's object store, so that the driver does not wait for
+data that go from node to node. Smaller data are part of the message.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from ggmlb.core.errors import BackendError, DeviceLostError, Error, one_line, re
 from ggmlb.system.progress import Task
 
 CHUNK: Final = 1 << 24
-"""Batched data after which commands are sent, and size of the pieces of larger transfers [bytes]."""
+"""Size of a batch's data above which it is sent, and of the pieces of larger transfers [bytes]."""
 
 MAX_CALLS: Final = 16
-"""Number of calls in progress at most; the next waits for the oldest."""
+"""Largest number of calls in progress; the next waits for the oldest."""
 
 MAX_NBYTES: Final = 4 * CHUNK
-"""Data of calls in progress at most [bytes], so that the object store does not fill up."""
+"""Largest size of data of calls in progress [bytes], to limit use of the object store."""
 
 MAX_AHEAD: Final = 1 << 24
-"""Largest result that is read ahead [bytes]."""
+"""Largest read-ahead [bytes]."""
 
 LOOK_S: Final = 2.0
-"""How long a call may take before the node is asked whether it is alive [s]."""
+"""Interval at which the node of an unfinished call is pinged [s]."""
 
 ANSWER_S: Final = 6.0
-"""How long a living node may take to answer that [s]."""
+"""Time limit for the answer to a ping [s]."""
 
 
 class MemoryRange(NamedTuple):
     """A range of a node's memory.
 
     Attributes:
-        place: A buffer's handle; or a tensor, where the memory stores another layout.
-        offset: In the buffer, or in the tensor [bytes].
-        nbytes: Its size.
+        place: A buffer's handle; or a tensor's record, if the buffer repacks tensors.
+        offset: Offset in the buffer, or in the tensor [bytes].
+        nbytes: Size of the range [bytes].
     """
 
     place: int | Records
@@ -64,11 +64,11 @@ class MemoryRange(NamedTuple):
 
 
 class Planned:
-    """A plan on a node, and the reads that follow it.
+    """A plan on a node, and the reads expected after it.
 
     Attributes:
         handle: The plan's handle.
-        was_read: Ranges read since its last computation, before any other command, and whether apart.
+        was_read: Ranges read directly after its last computation, and whether as separate objects.
     """
 
     def __init__(self, handle: int) -> None:
@@ -80,11 +80,11 @@ class Call:
     """An actor call in progress.
 
     Attributes:
-        refs: The object with results and small data, and each array that is apart.
-        reads: What it reads.
+        refs: Ray objects: results with small data, then each separate array.
+        reads: Its reads.
         sources: Links to the nodes whose data it waits for.
-        nbytes: Bytes of the data that it carries there and back.
-        first: The commands' results and the small data; `None` until it is known to be done.
+        nbytes: Size of the data sent and received [bytes].
+        first: The commands' results and the small data; `None` until the call is known to be done.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Call:
         self.first: tuple[list[Any], Bytes] | None = None
 
     def wait(self) -> None:
-        """Wait for it and for all calls before it.
+        """Wait for this call and all calls before it.
 
         Raises:
             BackendError: One of them failed.
@@ -107,7 +107,7 @@ class Call:
 
 
 class Read:
-    """Bytes read by a call.
+    """A read that is part of a call.
 
     Attributes:
         call: The call; `None` until it is sent.
@@ -122,18 +122,18 @@ class Read:
 
     @property
     def ref(self) -> Any:
-        """The Ray object of the bytes, if apart."""
+        """Reference to the Ray object with the data; only if `is_apart`."""
         assert self.call is not None
         return self.call.refs[1 + self._at]
 
     def into(self, out: Bytes) -> None:
-        """Fill an array when the call is known to be done."""
+        """Register an array to fill when the call is done; fill it now if it is."""
         self._outs.append(out)
         if self.call is not None and self.call.first is not None:
             self.deliver()
 
     def deliver(self) -> None:
-        """Fill the arrays; the call is done."""
+        """Fill the registered arrays; call it when the call is done."""
         if not self._outs:
             return
         assert self.call is not None
@@ -151,11 +151,11 @@ class Link:
     """The driver's end of a connection.
 
     Attributes:
-        title: The node in messages.
+        title: Name of the node in messages.
         devices: Names of its devices.
-        n_calls: Calls so far.
-        n_sent: Bytes of messages and data sent so far, without what goes from node to node.
-        sizes: Bytes of each buffer there, by handle.
+        n_calls: Number of calls so far.
+        n_sent: Bytes sent so far, without data from node to node.
+        sizes: Size of each remote buffer, by handle [bytes].
         files: Files that the node reads itself.
     """
 
@@ -208,7 +208,7 @@ class Link:
             self._commands.append(command)
 
     def release(self, *command: Any) -> None:
-        """Queue a release for the next batch; may be called at any time, from any thread."""
+        """Add a command that frees something to the next batch; safe at any time, in any thread."""
         if self._lost is None:
             self._garbage.append(list(command))
 
@@ -223,13 +223,13 @@ class Link:
                 self.flush()
 
     def write_from(self, span: MemoryRange, source: Read) -> None:
-        """Add a write of data that another node read; the nodes exchange it directly."""
+        """Add a write of data that another node reads; it goes directly from node to node."""
         with self._lock:
             self.queue("write", *span, True)
             self._take(source)
 
     def add_from(self, span: MemoryRange, before: Sequence[Read], after: Sequence[Read]) -> None:
-        """Add a sum of float32: data of other nodes, of this node, and of other nodes, in that order."""
+        """Add a float32 sum in place: data read by the nodes `before`, the range itself, then `after`."""
         with self._lock:
             self.queue("add", *span, len(before), len(after))
             for source in (*before, *after):
@@ -248,14 +248,14 @@ class Link:
             self._sources.append(call.link)
 
     def read(self, span: MemoryRange, out: Bytes) -> None:
-        """Add a read into an array, unless it was read ahead."""
+        """Add a read into an array, or use the read-ahead."""
         with self._lock:
             self._check()
             is_apart = span.nbytes >= APART
             (self._was_ahead(span, is_apart) or self._collect(span, is_apart)).into(out)
 
     def read_apart(self, span: MemoryRange) -> Read:
-        """Send a read whose data goes to another node, unless it was read ahead."""
+        """Send a read whose data stay in the object store, for another node; or use the read-ahead."""
         with self._lock:
             self._check()
             read = self._was_ahead(span, True)
@@ -280,15 +280,15 @@ class Link:
         self._reads.append(read)
         return read
 
-    def tell(self, progress: str) -> None:
+    def show_progress(self, progress: str) -> None:
         """Show the progress of an upload, if it takes long."""
         with self._lock:
             if self._taking is None:
                 self._taking = Task(f"{self.title}: taking weights", None)
             self._taking.step(progress)
 
-    def end_telling(self) -> None:
-        """Show the duration of the upload; called when the node computes."""
+    def end_progress(self) -> None:
+        """End the upload's progress line with its duration; called when the node computes."""
         with self._lock:
             if self._taking is not None:
                 self._taking.end()
@@ -297,27 +297,27 @@ class Link:
     # -- sending -------------------------------------------------------------------------------
 
     def compute(self, plan: Planned) -> None:
-        """Send a computation, with the batch before it and the reads expected after it."""
+        """Send the batch with a computation, and the reads expected after it."""
         with self._lock:
-            self.end_telling()
+            self.end_progress()
             self.queue("compute", plan.handle)
             wanted, plan.was_read = plan.was_read, {}
             self._ahead = {
                 (span, is_apart): self._collect(span, is_apart)
                 for span, is_apart in wanted
-                if span.place in self.sizes and span.nbytes <= MAX_AHEAD  # it may have been freed
+                if span.place in self.sizes and span.nbytes <= MAX_AHEAD  # the buffer may have been freed
             }
             self._computed = plan
             self.flush()
 
     def ask(self, *command: Any) -> Any:
-        """Run a command now, and return its result.
+        """Run a command synchronously; return its result.
 
         Raises:
-            Error: It failed, or one before it did.
+            Error: It failed, or earlier work did.
         """
         with self._lock:
-            self.settle()  # errors of work before are not this command's
+            self.settle()  # raises errors of earlier work before this command is sent
             self.queue(*command)
             call = self.flush()
             assert call is not None
@@ -327,7 +327,7 @@ class Link:
             return results[-1] if results else None
 
     def flush(self) -> Call | None:
-        """Send the batch; return the last call in progress."""
+        """Send the batch; return the last call in progress, or `None`."""
         with self._lock:
             if self._lost is not None:
                 self._begin()
@@ -370,11 +370,11 @@ class Link:
     # -- waiting -------------------------------------------------------------------------------
 
     def settle(self, last: Call | None = None) -> None:
-        """Send the batch, and wait for it; or only for calls up to the given one.
+        """Send the batch and wait for all calls; with `last`, wait only for calls up to that one.
 
         Raises:
             DeviceLostError: The node is lost.
-            Error: The first failure since this was last asked.
+            Error: The first failure since the last `settle`.
         """
         with self._lock:
             if last is None:
@@ -386,10 +386,10 @@ class Link:
             raise failure
         if last is not None and last.first is None:
             self._check()
-            raise BackendError(f"{self.title}: this work failed before; its error was raised then")
+            raise BackendError(f"{self.title}: this work failed, as an earlier error said; run it again")
 
     def _finish(self, call: Call) -> None:
-        """Wait for a call, and remember its failure for the next `settle`."""
+        """Wait for a call, and store its failure for `settle`."""
         self._in_flight -= call.nbytes
         try:
             call.first = unpacked(self._get(call))
@@ -397,13 +397,13 @@ class Link:
                 read.deliver()
         except Error as failure:
             self._failure = self._failure or failure
-            self._ahead.clear()  # what it read ahead never comes
-            for ref in call.refs[1:]:  # else Ray logs that nobody fetched it
+            self._ahead.clear()  # its read-ahead has no data
+            for ref in call.refs[1:]:  # otherwise Ray logs unretrieved errors
                 with suppress(exceptions.RayError, TimeoutError):
                     ray.get(ref, timeout=0)
 
     def fetch(self, ref: Any) -> Any:
-        """Return an object of a call that is done.
+        """Return a Ray object of a call that is done.
 
         Raises:
             DeviceLostError: The node that holds it is lost.
@@ -427,17 +427,17 @@ class Link:
         raise self._lost_error()
 
     def _look(self) -> None:
-        """Ask the node whether it is alive.
+        """Ping the node.
 
         Raises:
-            DeviceLostError: It is not.
+            DeviceLostError: It does not answer in `ANSWER_S`.
         """
         answer = self._actor.ping.remote()
         try:
             ray.get(answer, timeout=ANSWER_S)
         except exceptions.GetTimeoutError:
             ray.kill(self._actor)
-            raise self._lose(f"it has not answered for {ANSWER_S:.0f} s") from None
+            raise self._lose(f"no answer for {ANSWER_S:.0f} s") from None
         except exceptions.RayError as error:
             raise self._lose(one_line(error)) from None
 
@@ -448,7 +448,7 @@ class Link:
             raise self._lost_error()
 
     def _error_of(self, error: Exception) -> Error:
-        """Return our error for a failure that Ray reports."""
+        """Convert an exception of Ray to ggmlb's."""
         if isinstance(error, Error):
             return error
         if isinstance(error, exceptions.RayActorError):
@@ -461,7 +461,7 @@ class Link:
         return BackendError(f"{self.title} failed: {one_line(error)}")
 
     def _lose(self, why: str) -> DeviceLostError:
-        """Mark the node as lost; return the error. Takes no lock, as any link may find it."""
+        """Mark the node as lost; return the error. Takes no lock, as another link's thread may call it."""
         if self._lost is None:
             self._lost = why
         return self._lost_error()

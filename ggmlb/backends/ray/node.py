@@ -1,11 +1,10 @@
 """Node: the remote end of a connection. It owns the devices of a machine, and runs the driver's commands.
 
-A message is a list of commands, each a name and arguments, and the bytes to be written. Buffers, streams and
-plans are named by handles: random numbers that this node drew, so that a freed one is never another. Handles
-and ranges are checked before use.
+A message is a list of commands, each a name and arguments, and the data to write. Buffers, streams and plans
+are identified by handles, random numbers that are never reused. Handles and ranges are checked before use.
 
-The commands of a message run in order, and have run when it returns. After one that fails, only those that
-release something are still run.
+The commands of a message run in order, and are complete when the call returns. After one fails, only commands
+that free something still run.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from ggmlb.interface import Backend, Buffer, BufferType, Device, GraphPlan, regi
 Message = Sequence[Sequence[Any]]
 
 PROTOCOL: Final = 4
-"""Version of the messages."""
+"""Version of the message format."""
 
 APART: Final = 1 << 16
-"""Bytes from which data are objects of their own in the object store."""
+"""Size from which data are separate objects in Ray's object store [bytes]."""
 
 NOTHING: Final = np.empty(0, np.uint8)
 
 RELEASES: Final = ("free", "wait")
-"""Commands that are run after a failure too."""
+"""Commands that run even after a failure."""
 
 T = TypeVar("T")
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions that driver and node must share."""
+    """Return the versions that must be equal on driver and node: protocol, ggmlb, Python, byte order."""
     return {
         "protocol": PROTOCOL,
         "ggmlb": metadata.version("ggmlb"),
@@ -66,7 +65,7 @@ def versions() -> dict[str, Any]:
 
 
 class Stored(NamedTuple):
-    """A tensor in a buffer type: its size [bytes], and the answers of `BufferType` there."""
+    """How a buffer type stores a tensor: allocation size [bytes], and `BufferType`'s other properties."""
 
     nbytes: int
     dtype: DType
@@ -80,11 +79,12 @@ class Node:
     """The devices of a machine, and the buffers, streams and plans of a driver on them.
 
     Args:
-        names: Names of the devices; all that the machine has if `None`.
+        driver: `versions` of the driver.
+        names: Names of the devices; default: all of the machine.
         shared: Folders whose files it may read.
 
     Raises:
-        BackendBroken: The driver has other versions.
+        BackendBroken: The driver's versions differ.
         Error: A device cannot be used.
     """
 
@@ -105,22 +105,22 @@ class Node:
         self._commands = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_do_")}
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return name, type and memories of each device."""
+        """Return the properties of each device, such as name, type and buffer types."""
         return [_facts_of(device) for device in self._devices.values()]
 
     def run(self, message: bytes, *apart: Any) -> Any:
         """Run the commands of a message.
 
         Args:
-            message: The commands, and small data to write, one after another (`packed`).
-            *apart: Data to write that are objects of their own, and objects only to be waited for.
+            message: The commands and the small data to write (`packed`).
+            *apart: Data to write that are separate objects, then objects that are only waited for.
 
         Returns:
-            The commands' results and the small data read, one after another (`packed`), as one object; then
-            each array of at least `APART` bytes, and each that another node asked for, as its own.
+            The commands' results and the small data read (`packed`), as one object; then each array that is
+            at least `APART` bytes, or for another node, as a separate object.
 
         Raises:
-            Error: Of the first command that failed.
+            Error: The error of the first command that failed.
         """
         commands, blob = unpacked(message)
         self._inbox = _Inbox(blob, apart)
@@ -141,7 +141,7 @@ class Node:
                 failure = failure or BackendError(f"{name!r} failed on {platform.node()}: {one_line(error)}")
         self._inbox, outbox, self._outbox = _Inbox(NOTHING, ()), self._outbox, _Outbox()
         if failure is not None:
-            failure.__traceback__ = None  # its frames would keep buffers
+            failure.__traceback__ = None  # its frames would keep buffers alive
             raise failure
         first = packed(pickle.dumps(results) if results else b"", outbox.small)
         return (first, *outbox.apart) if outbox.apart else first
@@ -151,7 +151,7 @@ class Node:
     def _of(self, kind: type[T], handle: int) -> T:
         found = self._things.get(handle)
         if found is None or not isinstance(found, kind):
-            refuse(f"{handle!r} is no {kind.__name__} of this node (or was freed)")
+            refuse(f"{handle!r} is not a handle of a {kind.__name__} here (it may have been freed)")
         return found
 
     def _buffer(self, handle: int) -> Buffer:
@@ -161,9 +161,9 @@ class Node:
         """Return a tensor, and a range of bytes in it.
 
         Args:
-            place: A buffer's handle; or a tensor, where the memory stores another layout.
-            offset: In the buffer, or in the tensor.
-            nbytes: Size of the range.
+            place: A buffer's handle; or a tensor's record, if the buffer repacks tensors.
+            offset: Offset in the buffer, or in the tensor [bytes].
+            nbytes: Size of the range [bytes].
         """
         n, start = number_below(nbytes, MAX_EXTENT, "a size"), number_below(offset, MAX_EXTENT, "an offset")
         if isinstance(place, tuple):
@@ -176,7 +176,7 @@ class Node:
         return span, 0, n
 
     def _memory(self, device: str, number: int) -> BufferType:
-        """Return a buffer type: the device's own, or one of its extra ones."""
+        """Return a device's buffer type number `number`: 0 is the default, others are extra ones."""
         return _memories(self._devices[device])[number]
 
     def _add(self, thing: Buffer | Backend | GraphPlan) -> int:
@@ -217,7 +217,7 @@ class Node:
         buffer.clear(value)
 
     def _do_init(self, tensor: Records) -> None:
-        read_node(tensor, self._buffer)  # which lets the buffer prepare it
+        read_node(tensor, self._buffer)  # calls the buffer's `init_tensor`
 
     def _do_write(self, place: int | Records, offset: int, nbytes: int, is_apart: bool) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
@@ -226,7 +226,7 @@ class Node:
         tensor.set(data, start)
 
     def _do_add(self, place: int | Records, offset: int, nbytes: int, n_before: int, n_after: int) -> None:
-        """Write the sum of arrays of float32: some that came, the one here, and some that came."""
+        """Write the float32 sum of `n_before` received arrays, the array here, `n_after` received ones."""
         tensor, start, n = self._span(place, offset, nbytes)
         before, after = ([self._inbox.take(n, True) for _ in range(count)] for count in (n_before, n_after))
         self._do_wait()
@@ -311,12 +311,12 @@ class _Inbox:
             data = self._blob[self._at : self._at + nbytes]
             self._at += nbytes
         if data.nbytes != nbytes:
-            refuse(f"{nbytes} bytes are to be written, and {data.nbytes} came")
+            refuse(f"{nbytes} bytes are to be written, and {data.nbytes} were received")
         return data
 
 
 class _Outbox:
-    """Data read for the driver or another node: views of memory, copied if other commands follow."""
+    """Data read for the driver or another node: views of memory, copied before later commands run."""
 
     def __init__(self) -> None:
         self.small: list[Bytes] = []
@@ -327,7 +327,7 @@ class _Outbox:
         (self.apart if is_apart else self.small).append(data)
 
     def copy(self) -> None:
-        """Copy views of memory that later commands may change."""
+        """Replace views by copies, as later commands may change the memory."""
         if self._n_copied < len(self.small) + len(self.apart):
             self.small, self.apart = ([data.copy() for data in part] for part in (self.small, self.apart))
             self._n_copied = len(self.small) + len(self.apart)

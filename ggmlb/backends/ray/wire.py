@@ -1,10 +1,9 @@
-"""Messages between driver and node, and graphs as data.
+"""Serialisation of messages between driver and node, and of graphs.
 
-A message, or an answer, is one run of bytes, as each object costs Ray a tenth of a millisecond: pickled
-commands or results, then data. A graph is a tuple of records, each after those it refers to, and the numbers
-of its nodes. It holds no address and no function: buffers are named by their handles, which the node looks
-up. Each tensor must be within its buffer; operands and parameters were checked by the driver's `Context`, of
-the same version.
+A message, or a reply, is one `bytes` object (each object costs Ray a tenth of a millisecond): pickled
+commands or results, then raw data. A graph is a tuple of tensor records in topological order, and the indices
+of its nodes. It has no addresses and no functions: buffers are identified by handles. The node checks that
+each tensor is within its buffer; operands and parameters were checked by the driver.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from ggmlb.interface import Buffer
 Bytes = npt.NDArray[np.uint8]
 
 NONE: Final = -1
-"""Number of an absent tensor, and handle of no buffer."""
+"""Index of an absent tensor, and handle of no buffer."""
 
 MAX_EXTENT: Final = 1 << 62
-"""Least size and offset that nothing can have [bytes]."""
+"""Upper bound of sizes and offsets (exclusive) [bytes]."""
 
 _FLAGS: Final = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.LOSS | TensorFlag.COMPUTE
 
 
 class TensorRecord(NamedTuple):
-    """A tensor as data; hashable.
+    """A serialised tensor; hashable.
 
     Attributes:
         dtype, ne, nb: Type, extents and strides [bytes].
-        op: `Op.NONE` for a leaf, and for a tensor that another graph computes.
-        src: Numbers of the operands; `NONE` for an absent one.
+        op: The op; `Op.NONE` for a leaf, and for a tensor that another graph computes.
+        src: Indices of the operands' records; `NONE` for an absent one.
         params: Names and values of the op's parameters.
         flags: Or-ed `TensorFlag`.
-        name: Its name.
-        viewed: Number of the tensor that it is a view of; `NONE` for none.
-        handle: Handle of the buffer; `NONE` if unplaced, or a view.
-        offset: In the buffer, or in the viewed tensor [bytes].
+        name: Name of the tensor.
+        viewed: Index of the record of `view_src`; `NONE` if it is no view.
+        handle: Handle of the buffer; `NONE` if not allocated, or a view.
+        offset: Offset in the buffer, or in `view_src` [bytes].
     """
 
     dtype: DType
@@ -64,20 +63,20 @@ class TensorRecord(NamedTuple):
 
 
 Records = tuple[TensorRecord, ...]
-"""A tensor, the last, after its operands."""
+"""Records in topological order; the last is the tensor itself."""
 
 
 class RefusedError(BackendError):
-    """A message names a handle or a range that the node does not have; nothing was done."""
+    """A message has an unknown handle or a range out of bounds; the command had no effect."""
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise a RefusedError."""
-    raise RefusedError(f"refused: {what}; nothing was done")
+    """Raise a `RefusedError`; `what` is the reason."""
+    raise RefusedError(f"the node rejected a command: {what}; it had no effect")
 
 
 def number_below(number: Any, end: int, what: str) -> int:
-    """Return a whole number from 0 to `end - 1`."""
+    """Return `number` if it is an integer from 0 to `end - 1`; else raise a `RefusedError`."""
     if type(number) is not int or not 0 <= number < end:
         refuse(f"{what}: {number!r} is not a whole number from 0 to {end - 1}")
     return number
@@ -87,12 +86,12 @@ def number_below(number: Any, end: int, what: str) -> int:
 
 
 def packed(head: bytes, data: Iterable[Bytes]) -> bytes:
-    """Return pickled values (nothing for an empty list) and arrays as one run of bytes."""
+    """Concatenate a pickled list `head` (empty: an empty list) and arrays to a message."""
     return b"".join((len(head).to_bytes(4, "little"), head, *(part.data for part in data)))
 
 
 def unpacked(message: bytes) -> tuple[Any, Bytes]:
-    """Return the values of a run of bytes, and the rest of it; an empty list for none."""
+    """Split a message into its unpickled list and its data: the inverse of `packed`."""
     end = 4 + int.from_bytes(message[:4], "little")
     values = pickle.loads(message[4:end]) if end > 4 else []
     return values, np.frombuffer(message, np.uint8)[end:]
@@ -112,11 +111,11 @@ def unsendable(node: Tensor) -> str | None:
 def graph_record(
     nodes: Iterable[Tensor], uses: Mapping[Tensor, int], handle_of: Callable[[Buffer], int]
 ) -> tuple[Records, list[int]]:
-    """Return nodes as data: records, and the numbers of the nodes.
+    """Serialise nodes: return the tensors' records, and the indices of the nodes.
 
     Args:
-        nodes: In topological order, each placed.
-        uses: How often each is read in the whole graph; those read elsewhere too are marked as outputs.
+        nodes: Allocated nodes in topological order.
+        uses: Number of reads of each in the whole graph; nodes with readers elsewhere become outputs.
         handle_of: Returns the handle of a buffer.
     """
     nodes = tuple(nodes)
@@ -127,11 +126,11 @@ def graph_record(
 
 
 def node_record(node: Tensor, handle_of: Callable[[Buffer], int] | None = None) -> Records:
-    """Return a tensor and its operands, without places, except in buffers that have a handle here.
+    """Serialise a tensor and its operands, by default without their buffers.
 
     Args:
         node: The tensor, or node.
-        handle_of: Returns the handle of a buffer, or `NONE` where the place does not matter.
+        handle_of: Returns the handle of a buffer, or `NONE` to omit it.
     """
     writer = _Writer(handle_of, is_nameless=True)
     writer.add(node)
@@ -148,13 +147,13 @@ class _Writer:
         self._numbers: dict[Tensor, int] = {}
 
     def add(self, node: Tensor, is_read_elsewhere: bool = False) -> int:
-        """Add the record of a node or leaf, after its operands; return its number."""
+        """Add the record of a node or leaf, after its operands; return its index."""
         src = tuple(NONE if s is None else self._number(s) for s in node.src)
         flags = node.flags | (TensorFlag.OUTPUT if is_read_elsewhere else 0)
         return self._append(node, node.op, src, tuple(node.params.items()), flags)
 
     def _number(self, tensor: Tensor) -> int:
-        """Return the number of an operand; one that another graph computes becomes a leaf."""
+        """Return the index of an operand; one that another graph computes becomes a leaf."""
         known = self._numbers.get(tensor)
         return self._append(tensor, Op.NONE, (), (), tensor.flags) if known is None else known
 
@@ -179,7 +178,7 @@ class _Writer:
 
 
 def read_node(records: Records, buffer_of: Callable[[int], Buffer]) -> Tensor:
-    """Create the tensor of `node_record`; some or all of its tensors may be in no buffer.
+    """Deserialise the records of `node_record`; return the tensor. Tensors may have no buffer.
 
     Raises:
         RefusedError: As `read_graph`.
@@ -188,14 +187,14 @@ def read_node(records: Records, buffer_of: Callable[[int], Buffer]) -> Tensor:
 
 
 def read_graph(record: tuple[Records, list[int]], buffer_of: Callable[[int], Buffer]) -> Graph:
-    """Create the graph of a message.
+    """Deserialise the records of `graph_record`; return the graph.
 
     Args:
-        record: As `graph_record` returns it.
+        record: Result of `graph_record`.
         buffer_of: Returns the buffer of a handle, or raises.
 
     Raises:
-        RefusedError: A tensor is in no buffer of the node, or ends beyond it; or this is no graph.
+        RefusedError: A tensor has no buffer or exceeds it, or the record is malformed.
     """
     tensors = _read(record[0], buffer_of)
     return Graph([tensors[i] for i in record[1]], [t for t in tensors if t.op is Op.NONE])
@@ -228,7 +227,7 @@ def _read(records: Records, buffer_of: Callable[[int], Buffer | None]) -> list[T
 def _check_place(tensor: Tensor, buffer: Buffer) -> None:
     is_view, offset = tensor.view_src is not None, tensor.offset
     nbytes = tensor.nbytes if is_view else buffer.alloc_size(tensor)
-    if nbytes and offset + nbytes > buffer.size:  # an empty one may begin anywhere
+    if nbytes and offset + nbytes > buffer.size:  # an empty tensor may have any offset
         refuse(f"bytes {offset} to {offset + nbytes} of a buffer of {buffer.size}, for {tensor.describe()}")
     if not is_view and offset % buffer.alignment:
         refuse(f"offset {offset} of {tensor.describe()} is not a multiple of {buffer.alignment}")
