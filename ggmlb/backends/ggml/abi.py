@@ -4,9 +4,9 @@
 JSON: an incompatible library may abort that process, not the user's. The file imports only the standard
 library, so that the process starts quickly.
 
-Struct layouts are measured, not assumed. Offsets of `ggml_tensor`'s fields are found by creating tensors with
-known values; indices in an interface struct (function pointers, such as `ggml_backend_buffer_i`) by calling
-the public functions on a struct of callbacks that record their index.
+Struct layouts are measured: offsets of `ggml_tensor`'s fields by creating tensors with known values, indices
+of function pointers in interface structs (`ggml_backend_buffer_i`) by calling the public functions on a
+struct of callbacks that record their index.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Ggml:
         if missing:
             few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             found = self.c["version"]().decode() if "version" in self.c else "of an unknown version"
-            raise Unfit(f"ggml {found} lacks {few}; install a ggml of 2025-10 or later")
+            raise Unfit(f"ggml {found} lacks {few}; install a version from 2025-10 or later")
 
 
 def load(parts: Sequence[str], folder: str = "") -> Ggml:

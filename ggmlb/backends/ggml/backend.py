@@ -126,7 +126,7 @@ class GgmlBackend(Backend):
                 f"{self.name} has not enough memory to compute the graph; use a smaller batch"
             )
         raise BackendError(
-            f"{self.name} failed to compute a graph (ggml_status {status}); see the log 'ggmlb.ggml'"
+            f"{self.name} failed to compute a graph (ggml_status {status}); see Python's logger 'ggmlb.ggml'"
         )
 
     def _run(self, plan: GgmlPlan) -> int:

@@ -123,8 +123,8 @@ class GgmlDevice(Device):
         name = c["backend_dev_name"](handle).decode(errors="replace")
         if name != self._facts["name"]:
             raise BackendBroken(
-                f"{self.library}: device {self.index} is {name} now, and was {self._facts['name']} when the "
-                "library was probed; if you changed environment variables since, set them before ggmlb starts"
+                f"{self.library}: device {self.index} is {name} now, and was {self._facts['name']} when "
+                "probed; set environment variables before the first use of ggmlb"
             )
         return handle
 
@@ -261,7 +261,7 @@ class GgmlDevice(Device):
         return self._judge.verdict(self, op)
 
     def offload_op(self, op: Tensor) -> bool:
-        """Whether ggml would run the node here although its weights are in host memory."""
+        """Whether ggml would offload the node to this device."""
         try:
             return op.op in self.library.ops and self.ask("backend_dev_offload_op", op)
         except (LookupError, ArgumentError):
@@ -305,7 +305,7 @@ class GgmlDevice(Device):
         guard.check(f"open {self.name}")
         handle = self.library.load()["backend_dev_init"](self.handle, None)
         if not handle:
-            raise BackendError(f"{self.name} cannot be opened; the log of 'ggmlb.ggml' may say why")
+            raise BackendError(f"{self.name} cannot be opened; see Python's logger 'ggmlb.ggml'")
         stream = GgmlBackend(self, handle)
         self.streams.add(stream)
         if self.is_cpu:

@@ -72,9 +72,8 @@ def probe(found: Found) -> dict[str, Any]:
     n_params, n_src = layout["flags"] - layout["op_params"], (layout["view_src"] - layout["src"]) // 8
     if (n_params, n_src, layout["room"]) != (N_PARAMS, N_SRC, N_NAME + 1):
         raise BackendUnavailable(
-            f"ggml {facts['version']} has GGML_MAX_SRC {n_src}, GGML_MAX_OP_PARAMS {n_params} and "
-            f"GGML_MAX_NAME {layout['room']}; ggmlb needs {N_SRC}, {N_PARAMS} and {N_NAME + 1}: build ggml "
-            "with its defaults"
+            f"ggml {facts['version']} has GGML_MAX_SRC {n_src}, GGML_MAX_OP_PARAMS {n_params}, GGML_MAX_NAME "
+            f"{layout['room']}; build it with {N_SRC}, {N_PARAMS}, {N_NAME + 1}"
         )
     return facts
 
@@ -154,8 +153,8 @@ class GgmlLibrary:
         n, expected = ggml.c["backend_dev_count"](), len(self.facts["devices"])
         if n != expected:
             raise BackendBroken(
-                f"{self} has {n} devices now, and had {expected} when it was probed; if you changed "
-                "environment variables since, set them before ggmlb starts"
+                f"{self} has {n} devices now, and had {expected} when probed; set environment variables "
+                "before the first use of ggmlb"
             )
         return ggml
 
@@ -180,7 +179,7 @@ class GgmlLibrary:
         node: tuple[int, int, Sequence[int]] | None = None,
         flags: int = 0,
     ) -> None:
-        """Write a tensor as the `ggml_tensor` number `index` in `memory`.
+        """Write a `ggml_tensor`.
 
         Args:
             memory: An array of C tensors.

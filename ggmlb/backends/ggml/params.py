@@ -93,9 +93,7 @@ def encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int
     except (OverflowError, struct.error):
         numbers = {name: x for name, x in node.params.items() if isinstance(x, (int, float))}
         wide = ", ".join(f"{name} = {x}" for name, x in numbers.items() if not _fits(x))
-        raise ArgumentError(
-            f"{node.op}: ggml stores parameters in 32 bits, too few for {wide or dict(node.params)}"
-        ) from None
+        raise ArgumentError(f"{node.op}: ggml has 32 bits, too few for {wide or dict(node.params)}") from None
 
 
 def _fits(x: float) -> bool:

@@ -25,9 +25,7 @@ SPINS = 40000
 
 
 class Span(NamedTuple):
-    """A range of steps, as the argument array of one call of `driver.run`.
-
-    An array, as ctypes takes 0.1 us per integer argument.
+    """A range of steps as arguments of `driver.run`: an array, as ctypes takes 0.1 us per argument.
 
     Attributes:
         words: Control block, table of steps, first step, end (exclusive).

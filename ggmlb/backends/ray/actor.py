@@ -21,7 +21,7 @@ class NodeActor:
     """
 
     def start(self, *args: Any) -> list[dict[str, Any]]:
-        """Create the `Node`; return the properties of its devices (`Node.facts`)."""
+        """Create the `Node`; return its `facts`."""
         self._node = Node(*args)
         return self._node.facts()
 

@@ -86,8 +86,7 @@ class SharedFiles:
                 stat = os.fstat(file.fileno())
                 if (stat.st_size, stat.st_mtime_ns) != (size, mtime_ns):
                     raise BackendError(
-                        f"{path} is another file here than on the driver's machine (by size or modification "
-                        "time); copy it again"
+                        f"{path} differs in size or modification time from the driver's; copy it again"
                     )
                 if start + nbytes > stat.st_size:
                     refuse(f"bytes {start} to {start + nbytes} of {path}, which has {stat.st_size}")

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions that must be equal on driver and node: protocol, ggmlb, Python, byte order."""
+    """Return the versions that must be equal on driver and node."""
     return {
         "protocol": PROTOCOL,
         "ggmlb": metadata.version("ggmlb"),
@@ -105,7 +105,7 @@ class Node:
         self._commands = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_do_")}
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return the properties of each device, such as name, type and buffer types."""
+        """Return name, type, buffer types and more of each device."""
         return [_facts_of(device) for device in self._devices.values()]
 
     def run(self, message: bytes, *apart: Any) -> Any:

@@ -76,7 +76,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def number_below(number: Any, end: int, what: str) -> int:
-    """Return `number` if it is an integer from 0 to `end - 1`; else raise a `RefusedError`."""
+    """Check that a number is an integer from 0 to `end - 1`, and return it."""
     if type(number) is not int or not 0 <= number < end:
         refuse(f"{what}: {number!r} is not a whole number from 0 to {end - 1}")
     return number

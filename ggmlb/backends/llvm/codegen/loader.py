@@ -1,9 +1,8 @@
 """Loader of compiled kernels without LLVM, whose library takes 60 MB and slows down the start.
 
 A kernel is an object file of one function and its constants. On x86-64 with ELF, LLVM's JIT code model refers
-to constants by absolute addresses only: the loader copies the sections to memory, applies the relocations
-(R_X86_64_64), and makes the memory executable. It declines objects of other formats, and those that call
-library functions.
+to constants by absolute addresses only: the loader copies the sections to memory, applies relocations, and
+makes the memory executable. It declines other formats, and objects that call library functions.
 """
 
 from __future__ import annotations
@@ -106,7 +105,4 @@ def _placed(image: bytearray, places: Iterable[tuple[int, int]]) -> int:
         if not system.mprotect(ctypes.c_void_p(base), size, mmap.PROT_READ | mmap.PROT_EXEC):
             return int(base)
     why = os.strerror(ctypes.get_errno())
-    raise BackendError(
-        f"LLVM: no executable memory for compiled kernels: {why}; if a security policy forbids it, use the "
-        "CPU device"
-    )
+    raise BackendError(f"LLVM: no executable memory for compiled kernels: {why}; use the CPU device")

@@ -367,10 +367,9 @@ def fold(k: Emitter, x: Value, both: Callable[[Value, Value], Value]) -> Value:
 
 
 def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value], each: int = 1) -> Value:
-    """Reduce each vector by `both(a, b)` to `each` lanes; return the results of all in one vector.
+    """Reduce each vector by `both(a, b)` to `each` lanes (1 or 4); return all results in one vector.
 
-    Lane `i` of a result reduces lanes `i`, `i + each`, ... The number of vectors is a power of two; results
-    are at most a vector; `each` is 1 or 4.
+    Lane `i` of a result reduces lanes `i`, `i + each`, ... The number of vectors is a power of two.
     """
     n = lanes_of(vectors[0].type)
     found, n_results = list(vectors), each * len(vectors)

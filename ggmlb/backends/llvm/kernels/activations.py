@@ -117,10 +117,7 @@ def parts(address: Value, k: Value, layout: ActivationLayout) -> QuantRow:
 
 
 def quantize(k: Emitter, dtype: str, layout: ActivationLayout) -> None:
-    """Quantise rows of activations to a layout.
-
-    Arguments: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`.
-    """
+    """Quantise rows. Arguments: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
     x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
     blocks = n >> 5
     work = blocks * n1 * n2 * n3
@@ -208,10 +205,7 @@ def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Val
 def begin(
     dot: Dot, size: int, offset: int | None, most: int, group: Value, x: QuantRow, scale: Value | None = None
 ) -> DotSum:
-    """Return a new `DotSum` for a weight's codes and the activations of group number `group`.
-
-    `size`: elements of the group; `offset`, `most`, `scale`: of the weight's codes.
-    """
+    """Return a new accumulator for a weight's codes and a group of `size` activations; see `DotSum`."""
     k = dot.k
     if x.high is None:
         return dot.group(offset, most, scale, counts(k, dot.lanes, size, group, x))

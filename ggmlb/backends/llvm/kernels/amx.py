@@ -1,8 +1,8 @@
 """Products of bytes in AMX tile registers: 16 rows of activations by 16 rows of a weight.
 
-One register holds codes of activations, one codes of 16 rows of the weight (four neighbouring codes per row,
-as in packed tiles and strips), and one the 32-bit sums. A product covers elements with one common scale; the
-sums are stored to memory, and scaled there by vector code.
+One register holds activations, one the weight (four neighbouring codes per row, as in packed tiles and
+strips), and one the 32-bit sums. A product covers elements with one common scale; the sums go through memory
+to vector code, which scales them.
 """
 
 from __future__ import annotations
@@ -40,15 +40,9 @@ def tiles(k: Emitter, n_rows: int, depth: int) -> Iterator[None]:
 
 
 def product(k: Emitter, rows: Value, step: Value, weights: Value, unsigned: bool, to: Value) -> None:
-    """Multiply rows of activations by a tile of the weight; write 32-bit sums to `to`.
+    """Multiply rows of int8 activations, `step` bytes apart, by a tile of weight codes.
 
-    Args:
-        k: The emitted kernel.
-        rows: Address of the activations' codes (int8).
-        step: Their row stride [bytes].
-        weights: Address of the tile's codes.
-        unsigned: Whether these are unsigned.
-        to: Address of the sums: `ROW_NBYTES` for each row of activations, an int32 for each of the weight.
+    The sums at `to` are `ROW_NBYTES` per row of activations: an int32 per row of the weight.
     """
     _call(k, "tilezero", _number(k, _SUMS))
     _call(k, "tileloadd64", _number(k, _CODES), _pointer(k, rows), step)

@@ -78,10 +78,7 @@ def load_cached(k: Emitter, dtype: str, row: Value, i: Value, n: int) -> Value:
 
 
 def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Return a function that loads elements `i` to `i + n - 1` of a quantised block as float32.
-
-    The block's scale is loaded only once.
-    """
+    """Return a function of `i` that loads elements `i` to `i + n - 1` of a quantised block as float32."""
     scales, minimums = FORMATS[dtype].scales(k, [row + number * FORMATS[dtype].nbytes])
     codes = codes_reader(k, dtype, row, number, n)
 
@@ -93,7 +90,7 @@ def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> C
 
 
 def codes_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Like `block_reader`, but without scale and minimum: elements are `code - offset`."""
+    """Like `block_reader`, but of `code - offset`, without scale and minimum."""
     form = FORMATS[dtype]
     block = row + number * form.nbytes
     if dtype == "q8_0":
@@ -162,8 +159,7 @@ def n_units_of(p: dict[str, Value], n_rows: int) -> Value:
 class KeyRange:
     """The keys of a unit: all, or a part of them if there are fewer units than threads.
 
-    With parts the kernel has two more arguments: their number, and memory for partial results, combined by
-    `merge`.
+    With parts the kernel has two more arguments: their number, and memory for partial results (see `merge`).
 
     Attributes:
         first: The first key.
@@ -283,10 +279,7 @@ FLOAT_TILE, CODE_TILE = 256, 128
 
 
 def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
-    """Attention of few queries (decoding), at most `n_rows` per unit.
-
-    Arguments: `scale, softcap`, `ARGS`; with `split`, also the number and memory of parts (`KeyRange`).
-    """
+    """Attention of few queries (decoding). Arguments: `scale, softcap`, `ARGS`, `KeyRange`'s if `split`."""
     shape = HeadParams(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
@@ -477,10 +470,7 @@ def _few_values(
 
 
 def many(k: Emitter, shape: HeadParams, split: bool) -> None:
-    """Attention of many queries (prompts), `MANY_ROWS` per unit.
-
-    Arguments: `scale, softcap`, `ARGS`; with `split`, also the number and memory of parts (`KeyRange`).
-    """
+    """Attention of many queries (prompts). Arguments: those of `few`."""
     shape = HeadParams(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v

@@ -262,10 +262,7 @@ def row_number(
 
 
 def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
-    """Copy rows by index to the result (get_rows).
-
-    Arguments: `a, nb1..3, ids, nb0..2, limit, errors, step`, then `row_loop`'s for `y`.
-    """
+    """Read rows by index. Arguments: `a, nb1..3, ids, nb0..2, limit, errors, step`; `row_loop`'s for `y`."""
     a, a_nb1, a_nb2, a_nb3, ids, nb0, nb1, nb2, limit, errors, step = k.ints(11)
     with each_row(k, 1) as row:
         i1, i2, i3 = row.place
@@ -276,9 +273,9 @@ def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
 
 
 def set_rows(k: Emitter, out: str, src: str, index: str) -> None:
-    """Write rows to the result's rows by index (set_rows).
+    """Write rows by index.
 
-    Arguments: `y, nb1..3, ids, nb0..2, ne1, ne2, limit, errors, step`, then `row_loop`'s for `x`.
+    Arguments: `y, nb1..3, ids, nb0..2, ne1, ne2, limit, errors, step`; `row_loop`'s for `x`.
     """
     y, y_nb1, y_nb2, y_nb3, ids, nb0, nb1, nb2, ne1, ne2, limit, errors, step = k.ints(13)
     with each_row(k, 1) as row:

@@ -44,10 +44,7 @@ def control_words(n_threads: int) -> int:
 
 
 def run(k: Emitter) -> None:
-    """Run steps `first` to `last - 1` in the calling thread, sharing chunks with the workers.
-
-    Arguments: `control, table, first, last`.
-    """
+    """Run steps `first` to `last - 1` with the workers. Arguments: `control, table, first, last`."""
     control, table, first, last = k.ints(4)
     k.store(k.i64(1), control + 8 * STATE, 8)
     with k.loop(first, last) as i:
@@ -88,10 +85,7 @@ def _share(k: Emitter, control: Value, kernel: Value, args: Value, n_chunks: Val
 
 
 def serve(k: Emitter) -> None:
-    """Run chunks as a worker; return after `limit` polls without any.
-
-    Called as `(control, thread, limit, unused)`.
-    """
+    """Run chunks as a worker, until `limit` polls find none. Called as `(control, thread, limit, 0)`."""
     control, thread, limit = k.args, k.chunk, k.n_chunks
     n_threads = k.load(I64, control + 8 * THREADS, 8)
     idle = k.variable(k.i64(0))

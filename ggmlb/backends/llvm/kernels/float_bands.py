@@ -61,10 +61,9 @@ def scratch_nbytes(level: Level, n: int) -> int:
 
 
 def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
-    """Multiply a float weight by some rows of activations, by bands.
+    """Multiply by bands. Arguments: `matvec.ARGS`, scratch memory and its size per thread.
 
-    Arguments: `matvec.ARGS`, scratch memory and its size per thread. `n_columns`: from `columns_at_once`. The
-    weight has at least as many rows as a group.
+    `n_columns`: from `columns_at_once`. The weight has at least as many rows as a group.
     """
     lanes, n_rows, together = k.level.lanes, rows_at_once(k.level, n_columns), _together(k.level, n_columns)
     chunk, (scratch, stride) = MatChunk(k, n_rows), k.ints(2)

@@ -41,10 +41,7 @@ def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -
 def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply a float weight by many rows of float activations, by packed tiles.
-
-    Arguments: `matvec.ARGS`, scratch memory and its size per thread, the epilogue's.
-    """
+    """Multiply by packed tiles. Arguments: `matvec.ARGS`, scratch and its size per thread, the epilogue's."""
     _tiles(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
 
 

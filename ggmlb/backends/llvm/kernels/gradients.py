@@ -49,10 +49,7 @@ def _write(k: Emitter, out: str, row: RowPart, value: Load) -> None:
 
 
 def row_sums(k: Emitter, out: str, src: str) -> None:
-    """Sum each row, times a factor.
-
-    Arguments: the factor, then `row_loop`'s for `y, x`; `y` has one element per row.
-    """
+    """Sum each row times a factor. Arguments: the factor, then `row_loop`'s for `y, x`."""
     factor = k.float_arg()
     with each_row(k, 2) as row:
         (x,) = _loads(k, row, (out, src))
@@ -60,10 +57,7 @@ def row_sums(k: Emitter, out: str, src: str) -> None:
 
 
 def repeat_back(k: Emitter, out: str, src: str) -> None:
-    """The gradient of `repeat`: sum the `r1 r2 r3` copies of each row.
-
-    Arguments: `x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3`, then `row_loop`'s for `y`.
-    """
+    """Sum the copies of `repeat`. Arguments: `x, nb1..3, r1..3, ne1..3`, then `row_loop`'s for `y`."""
     x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3 = k.ints(10)
     n, zero = k.level.lanes, k.const(vec(F32, k.level.lanes), 0)
     with each_row(k, 1) as row:
@@ -86,7 +80,7 @@ def repeat_back(k: Emitter, out: str, src: str) -> None:
 
 
 def get_rows_back(k: Emitter, src: str) -> None:
-    """The gradient of `get_rows`: zero `y`, then add each row of `x` to the row of its index.
+    """The gradient of `get_rows`: add each row of `x` to the row of its index in a zeroed `y`.
 
     A chunk is a range of columns. Arguments: `x, x_nb1, ids, nb0, count, y, y_nb1, n, limit, errors, step`.
     """
@@ -172,10 +166,7 @@ def cross_entropy(k: Emitter, dtypes: Sequence[str]) -> None:
 
 
 def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
-    """The gradient of `cross_entropy_loss`, in float32.
-
-    Arguments: `1 / n_rows`, the address of `grad`, then `row_loop`'s for `dx, x, p`.
-    """
+    """The gradient of `cross_entropy_loss`. Arguments: `1 / n_rows, grad`; `row_loop`'s for `dx, x, p`."""
     n, inv_rows = k.level.lanes, k.float_arg()
     factor = (load_float(k, grad, k.int_arg()) * inv_rows).splat(n)
     with each_row(k, 3) as row:
@@ -202,10 +193,7 @@ def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
 
 
 def adamw(k: Emitter, grad: str) -> None:
-    """A step of AdamW, in place.
-
-    Arguments: the address of the 7 parameters, then `row_loop`'s for `w, g, m, v`.
-    """
+    """A step of AdamW, in place. Arguments: 7 numbers' address, then `row_loop`'s for `w, g, m, v`."""
     n, at = k.level.lanes, k.int_arg()
     numbers = [k.load(F32, at + 4 * i).splat(n) for i in range(7)]
     alpha, beta1, beta2, eps, decay, correct1, correct2 = numbers
@@ -226,10 +214,7 @@ def adamw(k: Emitter, grad: str) -> None:
 
 
 def sgd(k: Emitter, grad: str) -> None:
-    """A step of gradient descent, in place.
-
-    Arguments: the address of learning rate and decay, then `row_loop`'s for `w, g`.
-    """
+    """A step of SGD, in place. Arguments: address of rate and decay, then `row_loop`'s for `w, g`."""
     n, at = k.level.lanes, k.int_arg()
     alpha, decay = (k.load(F32, at + 4 * i).splat(n) for i in range(2))
     with each_row(k, 2) as row:

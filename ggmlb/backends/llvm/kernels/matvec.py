@@ -1,8 +1,7 @@
 """Products of a weight in ggml's layout with few rows of activations, as in decoding (GEMV).
 
-Several rows of the weight are multiplied together, so that activations are read once for all of them. A *run*
-is 32 elements, a block of the quantised activations; a *group* is 16 or 32 elements with one scale of the
-weight.
+Several rows of the weight are multiplied together, so that activations are read once for all. A *run* is a
+block of 32 quantised activations; a *group*, 16 or 32 elements with one scale of the weight.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class ExpertChunk(MatChunk):
 
 
 def sort_experts(k: Emitter) -> None:
-    """Sort (token, expert) pairs by expert, for mul_mat_id.
+    """Sort pairs by expert.
 
     Arguments: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`.
     """

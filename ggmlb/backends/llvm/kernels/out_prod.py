@@ -72,10 +72,7 @@ class _OutProdChunk:
 def out_prod(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, unit: int, b_steps: tuple[int, int]
 ) -> None:
-    """Sum outer products. Arguments: `ARGS`.
-
-    `b_steps`: `b_nb0` and `b_nb1` if known at compile time (the element size), else 0.
-    """
+    """Sum outer products. Arguments: `ARGS`; `b_steps`: `b_nb0, b_nb1`, or 0 where not the element size."""
     chunk, n, n_columns = _OutProdChunk(k, unit), k.level.lanes, columns_at_once(k.level)
     p, n_vectors, band = chunk.args, min(2, unit // n), BAND * n_columns
     packed = p["scratch"] + k.thread * p["nbytes"]

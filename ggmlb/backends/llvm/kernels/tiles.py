@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 class ResultChunk(Protocol):
-    """A chunk of work of a product, as `store` needs it.
-
-    Attributes:
-        m: Elements of a row of the result.
-        n: End of the rows to write.
-    """
+    """A chunk of a product, for `store`: the result's rows have `m` elements, and end before row `n`."""
 
     m: Value
     n: Value
@@ -47,7 +42,7 @@ def columns(n: int, most: int) -> int:
 
 
 class Epilogue(NamedTuple):
-    """The epilogue of a product: a bias or residual to add, and an activation function.
+    """The epilogue of a product: add a bias or residual, apply a function.
 
     Attributes:
         added: Whether float32 rows are added: one per row of activations, or one for all.
@@ -95,7 +90,7 @@ def store(
     columns: tuple[Value, Value],
     finish: Finish | None = None,
 ) -> None:
-    """Apply the epilogue to a tile's sums and write them, except padding rows and columns.
+    """Write a tile's sums, by the epilogue, without padding rows and columns.
 
     Args:
         k: The emitted kernel.

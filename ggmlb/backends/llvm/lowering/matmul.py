@@ -129,17 +129,14 @@ def product(
 
 
 def is_many(node: Tensor) -> bool:
-    """Whether a product has so many rows of activations that packing the weight pays (GEMM, not GEMV)."""
+    """Whether a product has enough rows of activations to pack the weight (GEMM, not GEMV)."""
     a, b = node.operand(0), node.operand(1)
     few = FEW if a.dtype.is_quantized else FEW_PACKED if is_interleaved(a) else FEW_FLOATS
     return b.ne[1] > few
 
 
 def can_have_epilogue(node: Tensor) -> bool:
-    """Whether an epilogue can be fused into a product with many rows of activations (`is_many`).
-
-    The kernel must write each element of the result once: not if it adds up a long row in several passes.
-    """
+    """Whether an epilogue can be fused into a product that `is_many`: if it writes each element once."""
     a = node.operand(0)
     if not is_many(node) or RULES.declines(node) is not None:
         return False
@@ -243,10 +240,7 @@ def _mul_mat_id(node: Tensor, ctx: LoweringContext) -> None:
 
 
 def _has_epilogue(group: Group) -> str | None:
-    """Return why no kernel fuses the group, or `None`.
-
-    With few rows of activations, the rows multiplied together must divide the result's.
-    """
+    """Return why no kernel fuses the group, or `None`; for few rows, `rows_at_once` must divide `m`."""
     products = group.products
     if "unary" in group and plain_function(group["unary"]) is None:
         return f"no fused kernel for {group['unary'].op_desc()}"
