@@ -192,7 +192,7 @@ class GgmlBackend(Backend):
         return True
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
-        # Between streams, ggml's Vulkan does not wait for the source (0.25): both are waited for instead.
+        # Between streams, ggml's Vulkan (0.25) does not wait for the source: so synchronise both instead.
         return backend_src is self and self._copy_on_stream(src, dst)
 
     def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:

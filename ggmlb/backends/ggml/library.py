@@ -179,7 +179,7 @@ class GgmlLibrary:
         node: tuple[int, int, Sequence[int]] | None = None,
         flags: int = 0,
     ) -> None:
-        """Write a `ggml_tensor`.
+        """Write a tensor to an array of C tensors.
 
         Args:
             memory: An array of C tensors.
@@ -230,7 +230,7 @@ class GgmlLibrary:
 def operands(node: Tensor, where: Mapping[Tensor | None, int]) -> list[int]:
     """Return the addresses, from `where`, of a node's operands in ggml's order."""
     sources = [where[t] for t in node.src]
-    if node.op is Op.CPY and len(sources) == 1:  # a cast; ggml names the result as its second operand
+    if node.op is Op.CPY and len(sources) == 1:  # a cast: in ggml src[1] is the result
         sources.append(where[node])
     return sources
 

@@ -93,7 +93,8 @@ def encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int
     except (OverflowError, struct.error):
         numbers = {name: x for name, x in node.params.items() if isinstance(x, (int, float))}
         wide = ", ".join(f"{name} = {x}" for name, x in numbers.items() if not _fits(x))
-        raise ArgumentError(f"{node.op}: ggml has 32 bits, too few for {wide or dict(node.params)}") from None
+        wide = wide or str(dict(node.params))
+        raise ArgumentError(f"{node.op}: ggml's op_params have 32 bits, too few for {wide}") from None
 
 
 def _fits(x: float) -> bool:
@@ -120,7 +121,7 @@ def _encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, in
     if op is Op.PAD:
         sides = (n for pair in zip(p["left"], p["right"], strict=True) for n in pair)
         return struct.pack("=9i", *sides, p["circular"])
-    if op is Op.DSV4_HC_PRE:  # by a factor, since 0.25
+    if op is Op.DSV4_HC_PRE:  # since 0.25 it has a factor
         return struct.pack("=fi", 1.0, 0)
     if op is Op.PERMUTE:
         return struct.pack("=4i", *p["axes"])

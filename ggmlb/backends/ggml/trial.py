@@ -126,7 +126,7 @@ def _computed(
             start += size
         if node.view_src is not None:
             node.buffer, node.offset = buffer, node.view_src.offset + node.view_offs
-        buffer.clear(0xFF)  # NaN, which shows where the wrong memory is read
+        buffer.clear(0xFF)  # NaN, to detect reads of uninitialised memory
         for operand, value in zip(node.src, values, strict=True):
             if operand is not None:
                 operand.set(value)
@@ -252,7 +252,7 @@ def _end_with_parent() -> None:
 
     if hasattr(select, "poll"):
         ends = select.poll()
-        ends.register(0, 0)  # no event but the end
+        ends.register(0, 0)  # reports only the hang-up
         ends.poll()
         os._exit(0)
 
@@ -260,7 +260,7 @@ def _end_with_parent() -> None:
 def _serve(device: GgmlDevice, answers: int, limit_s: int) -> None:
     """Compute trials until the pipe is closed, or a trial aborts the process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    one = {"n_threads": 1} if device.is_cpu else None  # several would wait for each other by spinning
+    one = {"n_threads": 1} if device.is_cpu else None  # more threads would spin
     stream, reference = device.init_backend(one), host_device().init_backend()
     while (trial := _read(0)) is not None:
         _limit_time(limit_s)
@@ -274,7 +274,7 @@ def _serve(device: GgmlDevice, answers: int, limit_s: int) -> None:
 def main() -> None:
     """Compute trials from standard input; on a CPU in a fork, which is faster to replace after an abort."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what C prints
+    os.dup2(2, 1)  # output of C code goes to stderr
     found, prefix, facts, index, limit_s = _read(0)
     device = GgmlDevice(backend_reg(), GgmlLibrary(found, prefix, facts), index, AcceptAll())
     device.library.load()

@@ -96,7 +96,7 @@ def kind(trial: Trial) -> str:
         for name, value in sorted(trial.params.items())
         if isinstance(value, (Enum, int, float))
     ]
-    exact = trial.op in (Op.FLASH_ATTN_EXT, Op.SSM_SCAN, Op.SSM_CONV)  # kernels for single sizes of heads
+    exact = trial.op in (Op.FLASH_ATTN_EXT, Op.SSM_SCAN, Op.SSM_CONV)  # kernels per head size
     shapes = ["-" if s is None else _class(s, exact) for s in (trial.result, *trial.operands)]
     where = [f"in {trial.memory}"] if trial.memory else []
     inplace = [f"onto {trial.view_of[0]}"] if trial.view_of is not None else []

@@ -39,7 +39,7 @@ class RepackedBufferType(BufferType):
         return is_packed(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the stored order: `_x16` for strips, else empty."""
+        """Name of the stored order, `_x16` for strips; else empty."""
         return IN_STRIPS if is_packed(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:

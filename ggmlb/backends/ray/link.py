@@ -229,7 +229,7 @@ class Link:
             self._take(source)
 
     def add_from(self, span: MemoryRange, before: Sequence[Read], after: Sequence[Read]) -> None:
-        """Add a float32 sum in place: data read by the nodes `before`, the range itself, then `after`."""
+        """Add a float32 sum, in place: of other nodes' reads `before`, the range itself, and `after`."""
         with self._lock:
             self.queue("add", *span, len(before), len(after))
             for source in (*before, *after):

@@ -139,7 +139,7 @@ def _sources() -> str:
 
 
 def library(level: str | None = None) -> Library:
-    """Return the kernels for an instruction set; default: GGMLB_SIMD, else the host's widest.
+    """Return the kernels for an instruction set (default from GGMLB_SIMD, else the host's widest).
 
     Raises:
         ArgumentError: The name is unknown, or the processor does not support it.

@@ -79,7 +79,7 @@ class Dot:
         counts: Sequence[Value] = (),
         start: Value | None = None,
     ) -> DotSum:
-        """Return a new accumulator (`DotSum`) without products."""
+        """Return a new accumulator; see `DotSum`."""
         return DotSum(self, offset, most, scale, counts, start)
 
     def pairs(self, a: Value, b: Value) -> Value:

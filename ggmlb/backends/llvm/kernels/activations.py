@@ -117,7 +117,7 @@ def parts(address: Value, k: Value, layout: ActivationLayout) -> QuantRow:
 
 
 def quantize(k: Emitter, dtype: str, layout: ActivationLayout) -> None:
-    """Quantise rows. Arguments: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
+    """Quantise rows of activations. Arguments: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
     x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
     blocks = n >> 5
     work = blocks * n1 * n2 * n3

@@ -195,9 +195,9 @@ def _unpack_strip(
 def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply by packed tiles. Arguments: `matvec.ARGS`, scratch and its size per thread, the epilogue's.
+    """Multiply a quantised weight by many rows of activations.
 
-    `b_dtype`: `QUANTIZED`; `n_columns`: from `columns`.
+    Arguments: `matvec.ARGS`, scratch and its size per thread, the epilogue's. `n_columns`: from `columns`.
     """
     _tiles(k, dtype, is_interleaved, n_columns, MatChunk(k, tile_rows(k.level, dtype)), epilogue)
 

@@ -96,7 +96,7 @@ def _from_least(at: Fields, k: Emitter, x: Value, p: Value) -> None:
     most, end = 31 if "qh" in at else 15, k.const(x.type, MOST_FLOAT)
     least = fold(k, k.select(x < end, x, end), k.minimum)
     least = k.select(least.equals(0.0), _first(k, x, x.equals(0.0)), least)
-    d = (greatest(k, k.select(x > -end, x, -end)) - least) / float(most) + 0.0  # of zeros +0
+    d = (greatest(k, k.select(x > -end, x, -end)) - least) / float(most) + 0.0  # turns -0 into +0
     codes = _codes(k, (x - least.splat(32)).times(_inverse(k, d)) + 0.5, most)
     k.store(to_half(k, d), p + at["d"])
     k.store(to_half(k, least), p + at["m"])

@@ -62,7 +62,7 @@ def _share(k: Emitter, control: Value, kernel: Value, args: Value, n_chunks: Val
     number, n_threads = k.load(I64, control + 8 * NUMBER, 8) + 1, k.load(I64, control + 8 * THREADS, 8)
     k.store(number, control + 8 * NUMBER, 8)
     with k.loop(0, n_threads) as i:
-        thread = n_threads - 1 - i  # its own last
+        thread = n_threads - 1 - i  # the calling thread's share last
         first, end = (n_chunks * at // n_threads for at in (thread, thread + 1))
         for j, value in enumerate((kernel, args, n_chunks), 1):
             k.store(value, _word(control, thread) + 8 * j, 8)

@@ -33,7 +33,7 @@ def suits(level: Level, k: int, m: int, n: int) -> bool:
     wide = level.lanes == 16
     if n < 4 or n > MOST or m < rows_at_once(level, n):
         return False
-    if n <= 8:  # else by `matvec`, which needs more registers
+    if n <= 8:  # the alternative is `matvec`, which needs more registers
         return not wide or k * n > NEAR
     # With short rows `float_tiles` can fuse epilogues, and the reduction of lanes here costs too much.
     return k > tiles.DEPTH and k >= n * (64 if wide else 12)
@@ -61,7 +61,7 @@ def scratch_nbytes(level: Level, n: int) -> int:
 
 
 def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
-    """Multiply by bands. Arguments: `matvec.ARGS`, scratch memory and its size per thread.
+    """Multiply a float weight, by bands. Arguments: `matvec.ARGS`, scratch and its size per thread.
 
     `n_columns`: from `columns_at_once`. The weight has at least as many rows as a group.
     """

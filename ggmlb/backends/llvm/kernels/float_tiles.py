@@ -41,7 +41,7 @@ def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -
 def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply by packed tiles. Arguments: `matvec.ARGS`, scratch and its size per thread, the epilogue's."""
+    """Multiply a float weight by many rows of activations; arguments as of `byte_tiles.many`."""
     _tiles(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
 
 

@@ -95,19 +95,19 @@ class ExpertChunk(MatChunk):
         return number // self.args["n_used"], number % self.args["n_used"]
 
     def column(self, c: Value | int) -> Value:
-        """Address of row `c` of the activations."""
+        """Address of the activations' row number `c`."""
         token, use = self._pair(c)
         p = self.args
         return p["b"] + use % p["b_ne1"] * p["b_nb1"] + token * p["b_nb2"]
 
     def result(self, c: Value | int) -> Value:
-        """Address of row `c` of the result."""
+        """Address of the result's row number `c`."""
         token, use = self._pair(c)
         return self.args["y"] + use * self.args["y_nb1"] + token * self.args["y_nb2"]
 
 
 def sort_experts(k: Emitter) -> None:
-    """Sort pairs by expert.
+    """Sort (token, expert) pairs by expert.
 
     Arguments: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`.
     """

@@ -188,7 +188,7 @@ class LoweringContext:
         if work < LEAST_WORK:
             return 1
         n = max(2, min(int(work // CHUNK_WORK), CHUNKS_PER_THREAD * self.n_threads))
-        if n > self.n_threads:  # as many for each
+        if n > self.n_threads:  # the same number for each thread
             n = -(-n // self.n_threads) * self.n_threads
         return n if most is None else max(1, min(n, most))
 
