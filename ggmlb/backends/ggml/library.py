@@ -213,10 +213,10 @@ class GgmlLibrary:
         """Return `extra` of the first C tensor in `memory`."""
         return ctypes.c_size_t.from_buffer(memory, self._layout["extra"]).value
 
-    def has_slot(self, table: int, of: str, slot: str) -> bool:
-        """Whether the interface struct `of` at an address has an optional function; `True` if unknown."""
-        index = self.facts["slots"][of][slot]
-        return index < 0 or bool(ctypes.c_void_p.from_address(table + 8 * index).value)
+    def has_slot(self, address: int, kind: str, slot: str) -> bool:
+        """Whether a `buffer` or `buffer_type` (`kind`) implements an optional function; `True` if unknown."""
+        index = self.facts["slots"][kind][slot]
+        return index < 0 or bool(ctypes.c_void_p.from_address(address + 8 * index).value)
 
     def _format(self) -> str:
         """Return the format by which `struct` packs a tensor."""

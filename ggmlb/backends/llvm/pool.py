@@ -72,7 +72,7 @@ class Pool:
         return Span(words, words.ctypes.data)
 
     def run(self, span: Span, share: bool) -> None:
-        """Compute a range of steps.
+        """Compute a range of steps; `share`: whether the workers take part.
 
         Args:
             span: The steps, from this pool's `span`.

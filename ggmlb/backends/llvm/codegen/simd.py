@@ -50,7 +50,7 @@ class Dot:
         return zero
 
     def start_from(self, count: Value, offset: int | None) -> Value:
-        """Return the initial accumulator if all lanes have the same bytes; `count`: -128 times their sum."""
+        """Return `start` for bytes that are the same in all lanes; `count`: -128 times their sum."""
         if shift := self._shift(offset):
             assert shift == 128
             return count.splat(self.lanes)
@@ -79,7 +79,7 @@ class Dot:
         counts: Sequence[Value] = (),
         start: Value | None = None,
     ) -> DotSum:
-        """Return a new accumulator; see `DotSum`."""
+        """Return an accumulator (`DotSum`) of `code - offset`, of magnitude up to `most`, times `scale`."""
         return DotSum(self, offset, most, scale, counts, start)
 
     def pairs(self, a: Value, b: Value) -> Value:
@@ -232,9 +232,9 @@ class DotSum:
 def add_words(
     groups: Sequence[Sequence[DotSum]], n: int, read: Callable[[Value], tuple[list[Value], list[Value]]]
 ) -> None:
-    """Add `n` dot products to each accumulator `groups[row][column]`.
+    """Add `n` dot products to each accumulator `groups[row][column]`; `read(i)` loads the operands.
 
-    `read(i)` returns the codes of all rows and the signed bytes of all columns. With 16-bit sums it is a
+    It returns the codes of all rows and the signed bytes of all columns. With 16-bit sums it is called in a
     loop: unrolled, LLVM would fill the registers with loaded codes and spill the accumulators.
     """
     every = [(r, c, group) for r, row in enumerate(groups) for c, group in enumerate(row)]

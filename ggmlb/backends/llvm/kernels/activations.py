@@ -7,8 +7,8 @@ as two 16-bit halves: of codes 0 and 1 of each four, and of codes 2 and 3.
 With 8-bit weights, activations need more precision: some channels of hidden states are outliers, and with a
 common scale their neighbours would lose precision. In this *wide* layout a block with an outlier has codes
 `128 high + low`; `k` high parts (int8) follow, and a flag per block, so that products skip blocks without
-high parts. Instead of the sums of codes, it has per block the initial accumulator (int32) for weight codes
-that are offset by 128.
+high parts. As 128 is added to the signed weight codes (`vpdpbusd` needs unsigned ones), it has, instead of
+the sums of codes, the accumulator's initial value (int32): -128 times a block's sum.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Val
 def begin(
     dot: Dot, size: int, offset: int | None, most: int, group: Value, x: QuantRow, scale: Value | None = None
 ) -> DotSum:
-    """Return a new accumulator for a weight's codes and a group of `size` activations; see `DotSum`."""
+    """Return an accumulator for weight codes (`offset`, `most`, `scale`) and a group of activations."""
     k = dot.k
     if x.high is None:
         return dot.group(offset, most, scale, counts(k, dot.lanes, size, group, x))

@@ -55,7 +55,7 @@ ARGS = (
 
 
 def scratch_nbytes(shape: HeadParams) -> int:
-    """Return the scratch memory that a thread of `many` needs [bytes]."""
+    """Return the scratch memory that a thread needs in the prompt kernel, `many` [bytes]."""
     tiles = TILE * (shape.d_k + shape.d_v + MANY_ROWS)
     return 4 * (tiles + MANY_ROWS * shape.d_k) + MANY_ROWS * record_nbytes(shape.d_v)
 

@@ -100,7 +100,7 @@ class _Strip:
 
 
 class StripView(NamedTuple):
-    """A strip of the weight, read in place through the methods of a packed `_Strip`."""
+    """A strip of the weight, read in place; it has the methods of a packed strip."""
 
     dtype: str
     base: Value

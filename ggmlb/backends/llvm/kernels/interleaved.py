@@ -134,7 +134,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """A position in a block of a strip, the same in each row.
+    """A cursor into a strip: a block, and an offset in it, for all rows.
 
     Attributes:
         k: The kernel.

@@ -60,7 +60,7 @@ def _strip(
 
 
 def vectors(k: Emitter) -> range:
-    """Row offsets of the vectors of a strip."""
+    """Index of the first row of each vector of a strip."""
     return range(0, ROWS, lanes(k.level))
 
 

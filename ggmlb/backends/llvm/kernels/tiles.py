@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ResultChunk(Protocol):
-    """A chunk of a product, for `store`: the result's rows have `m` elements, and end before row `n`."""
+    """The part of a result that `store` may write: rows below `n`, of `m` elements."""
 
     m: Value
     n: Value
