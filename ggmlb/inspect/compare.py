@@ -75,7 +75,7 @@ def _clones(graph: Graph) -> dict[Tensor, Tensor]:
 
 @checked
 def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:
-    """Copy an allocated graph with its data to a backend; no two tensors share memory.
+    """Copy an allocated graph with its data to a backend; results do not reuse the memory of operands.
 
     Raises:
         AllocationError: The backend's device lacks room.
@@ -116,7 +116,9 @@ def compare_graph_backend(
     """
     for node in test_nodes or ():
         if node not in graph.nodes:
-            raise ArgumentError(f"compare_graph_backend: {node.describe()}, a test node, is not in the graph")
+            raise ArgumentError(
+                f"compare_graph_backend: {node.describe()} of test_nodes is no node of the graph"
+            )
     with graph_copy(backend2, graph) as copy:
         pairs = list(zip(graph.nodes, copy.graph.nodes, strict=True))
         if test_nodes:
@@ -180,7 +182,7 @@ def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Diff
 
 
 def errors(reference: npt.NDArray[Any], values: npt.NDArray[Any]) -> tuple[float, float]:
-    """Return the normalised mean squared error and the largest error of values beside a reference.
+    """Return the normalised mean squared error (NMSE) and the largest absolute error of values.
 
     They are infinite where only one of two elements is infinite or NaN, or only the reference is all 0.
     """
@@ -207,7 +209,7 @@ AnyDifference = TypeVar("AnyDifference", bound=_Measured)
 
 
 def first_above(found: Iterable[AnyDifference], limit: float) -> AnyDifference | None:
-    """Return the first difference with an NMSE above a limit, or NaN; `None` if there is none."""
+    """Return the first difference whose NMSE is NaN or above a limit; `None` if there is none."""
     return next((d for d in found if not d.nmse <= limit), None)
 
 

@@ -36,7 +36,7 @@ MAX_ROWS: Final = 30
 
 
 def colours(backends: Sequence[Backend]) -> dict[Backend, tuple[str, str]]:
-    """Return fill and line of each backend; backends of one device share them."""
+    """Return the fill and line colours of each backend; backends of one device share them."""
     devices = list(dict.fromkeys(b.device for b in backends))
     paints = dict(zip(devices, cycle(zip(FILLS, LINES, strict=True)), strict=False))
     return {b: paints[b.device] for b in backends}
@@ -207,7 +207,7 @@ def _edge(a: _Place, b: _Place, colour: str, is_copy: bool) -> str:
     reach = min(6 + abs(b.y - a.y) / 8, ARC)
     x, out = (a.right, reach) if a.box == b.box else (a.left, -reach)
     if a.box == b.box and b.y - a.y <= ROW:
-        return ""  # the line above is what a node reads, unless an arc says otherwise
+        return ""  # without an arc, a node reads the row above
     path = f"M{x:.0f} {a.y:.0f}C{x + out:.0f} {a.y:.0f} {x + out:.0f} {b.y:.0f} {x:.0f} {b.y:.0f}"
     return f'<path d="{path}" fill="none" stroke="#888" stroke-width="0.8"/>'
 

@@ -25,7 +25,7 @@ LINES: Final = ("#2f6db5", "#c0731a", "#3f8f35", "#98408a", "#20837f", "#b53a3a"
 """Colours of devices in drawings, readable on light and dark pages; repeated for more devices."""
 
 MAX_ROWS = 30
-"""Most rows of a table; further rows are only counted."""
+"""Maximum rows of a table; of further rows, only the number is shown."""
 
 
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
@@ -44,7 +44,7 @@ class Raw(str):
 
 
 def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
-    """Return a title line, a table of facts, and further HTML."""
+    """Return HTML of a title line and a table of facts, followed by `bodies`, which are HTML."""
     rows = "".join(
         f'<tr><td style="{_CELL};{_PALE}">{escape(name)}</td><td style="{_CELL}">{_text(value)}</td></tr>'
         for name, value in facts.items()
@@ -55,7 +55,7 @@ def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], n_rows: int = MAX_ROWS) -> str:
-    """Return a table with a head; rows beyond `n_rows` are only counted."""
+    """Return an HTML table with a header; of the rows beyond `n_rows`, only the number is shown."""
     lines = list(rows)
     head = "".join(f'<th style="{_CELL};{_PALE};font-weight:normal">{escape(c)}</th>' for c in columns)
     body = "".join(
@@ -93,7 +93,7 @@ def pre(text: str) -> str:
 
 @dataclass(slots=True)
 class Picture:
-    """An SVG drawing with texts shown under the pointer.
+    """An SVG drawing with tooltips.
 
     A notebook shows it as an image under transparent elements with titles, because sanitizers remove
     inline SVG and image maps, and an SVG in an image shows no `<title>`. An image does not inherit the
@@ -112,7 +112,7 @@ class Picture:
     tips: list[tuple[float, float, float, float, str]] = field(default_factory=list)
 
     def svg(self) -> str:
-        """Return the drawing as an SVG file, where each text is the title of a transparent area."""
+        """Return the drawing as an SVG file; its tooltips are titles of transparent areas."""
         areas = [
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="none" '
             f'pointer-events="all"><title>{escape(text)}</title></rect>'

@@ -151,7 +151,7 @@ def _memory_bar(props: DeviceProps) -> str:
     return bar(1 - free / total, f"{readable_size(free)} free of {readable_size(total)}") if total else ""
 
 
-# -- what a scheduler shows of itself: see the methods of the same names --------------------------
+# -- views of a scheduler: see its methods of the same names --------------------------------------
 
 
 def _scheduler(scheduler: Scheduler) -> str:
@@ -170,7 +170,7 @@ def to_svg(scheduler: Scheduler, graph: Graph) -> str:
 
 
 def trace(scheduler: Scheduler, path: str | Path | None) -> Trace:
-    """Return a trace of the scheduler's streams, with plans named by their splits."""
+    """Return a recorder of the scheduler's streams, which names plans by their splits."""
 
     def name(plan: GraphPlan) -> str:
         numbers = (f"split {i}:" for i, s in enumerate(scheduler.splits) if any(p is plan for p in s.plans))

@@ -77,7 +77,7 @@ def tick_step(duration: float) -> float:
 
 
 def readable_time(us: float) -> str:
-    """Format a time in microseconds with a unit: `"1.25 ms"`."""
+    """Format a time in microseconds with a unit, as `"1.25 ms"`."""
     for size, unit in ((1e6, "s"), (1e3, "ms")):
         if us >= size:
             return f"{us / size:.3g} {unit}"

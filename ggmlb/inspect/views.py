@@ -1,4 +1,4 @@
-"""Adds notebook representations and views to classes; what draws them is imported when they are asked for."""
+"""Adds notebook representations and drawings to classes; the drawing code is imported on first use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Views:
 
 
 def register() -> None:
-    """Set `_repr_html_` of each class, and the scheduler's views."""
+    """Set `_repr_html_` of the classes in `SHOWN`, and `Scheduler.views`."""
     for shown in SHOWN:
         type.__setattr__(shown, "_repr_html_", _html)
     Scheduler.views = cast("Views", _Views())

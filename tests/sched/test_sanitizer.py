@@ -52,7 +52,7 @@ def test_host_memory_changed_while_its_write_is_in_flight(bench, sanitizer):
     data[:] = 2  # now it may be
     bench.gpu0.set_tensor_async(x, data)
     data[:] = 99
-    with found("changed", "the data for", "'x'", "Fake0's set_tensor_async", "give it a copy"):
+    with found("changed", "the data for", "'x'", "Fake0's set_tensor_async", "pass a copy"):
         bench.gpu0.synchronize()
 
 

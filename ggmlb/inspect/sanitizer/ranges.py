@@ -15,7 +15,7 @@ Clock = dict[int, int]
 
 @dataclass(slots=True, eq=False)
 class Stamp:
-    """One access: its stream, time and description.
+    """One access to memory: its stream, time and description.
 
     Attributes:
         stream: The stream's number; 0 is the host.
@@ -54,7 +54,7 @@ class Ranges:
         return self._cells[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, stop)]
 
     def settled(self, start: int, stop: int, known: Clock) -> Iterator[tuple[int, int]]:
-        """Yield the runs of the given bytes whose last write is known to be done."""
+        """Yield the runs of bytes from `start` to `stop` whose last write is done by the clock `known`."""
         begin = None
         for i in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)):
             write = self._cells[i].write

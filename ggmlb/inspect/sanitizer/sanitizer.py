@@ -205,13 +205,13 @@ class Sanitizer(Observer):
             cure += f", or record an event on {last.by} after the first and let {stream.name} wait for it"
         raise SanitizerError(
             f"{_told(action, stream, access)}, while {last.by}'s {last.action}, queued at {last.where}, may "
-            f"still {did} {what}; nothing orders the two; {cure}",
+            f"still {did} {what}; the two are unordered; {cure}",
             kind="race",
         )
 
     def _fail_unwritten(self, access: Access, stream: _Stream, action: Action) -> NoReturn:
         raise SanitizerError(
-            f"{_told(action, stream, access)}, of which some were never written; set the tensor, or clear "
+            f"{_told(action, stream, access)}, some of which were never written; set the tensor, or clear "
             "the buffer, first",
             kind="unwritten",
         )
@@ -223,7 +223,7 @@ class Sanitizer(Observer):
             waiter = self._stream(action.stream).name
             raise SanitizerError(
                 f"{waiter} waits at {_caller()} for an event of {event.device.name} that was never recorded, "
-                "and so waits for nothing; record it on the stream whose work is waited for",
+                "and does not wait; first record it on the stream to wait for",
                 kind="unrecorded",
             )
 
@@ -238,7 +238,7 @@ class Sanitizer(Observer):
         what = f"the data for {_name_of(stamp)}" if watch.is_data else _name_of(stamp)
         raise SanitizerError(
             f"{what} was changed through a NumPy array while {stamp.by}'s {stamp.action}, queued at "
-            f"{stamp.where}, might still read it; synchronize {stamp.by} first, or give it a copy",
+            f"{stamp.where}, could still read it; synchronize {stamp.by} first, or pass a copy",
             kind="changed",
         )
 
@@ -246,7 +246,7 @@ class Sanitizer(Observer):
 @arguments.checked
 @contextmanager
 def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
-    """Context manager that checks all computations and transfers; see `Sanitizer`.
+    """Context manager that checks all computations and transfers; arguments as `Sanitizer`.
 
     Raises:
         SanitizerError: From the call that would race, which is not executed.
@@ -260,7 +260,7 @@ def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
 
 
 def start_sanitizer(owner: object) -> Callable[[], object]:
-    """Start a sanitizer; return a function that stops it. It also stops when `owner` is garbage-collected."""
+    """Start a sanitizer that stops when `owner` is garbage-collected; return a function that stops it."""
     sanitizer = Sanitizer()
     sanitizer.start()
     return weakref.finalize(owner, sanitizer.stop)
