@@ -197,7 +197,7 @@ def test_what_is_declined(reg: BackendReg, split: Callable[..., BufferType], str
     for node, why in (
         (ctx.get_rows(w, ctx.new_tensor(DType.I32, (3,))), "mul_mat only"),
         (ctx.mul_mat_id(w, one_expert, ids), "mul_mat only"),
-        (ctx.mul_mat(x, w), "src1 lies in"),
+        (ctx.mul_mat(x, w), "src1 is in"),
         (ctx.mul_mat(ctx.view_2d(w, N, 100, w.nb[1], 0), x), "is a view"),
         (ctx.mul_mat(w, wide), "not contiguous"),
     ):

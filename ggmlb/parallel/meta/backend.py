@@ -67,7 +67,7 @@ class MetaBackend(Backend):
         if data.size < (tensor.view_src or tensor).nbytes:
             self._synchronize()  # the rest may be read first
         for backend, (own, part, start) in zip(
-            self.backends, buffer.dealt(tensor, data, offset), strict=True
+            self.backends, buffer.scatter(tensor, data, offset), strict=True
         ):
             backend.set_tensor_async(own, part, start)
 

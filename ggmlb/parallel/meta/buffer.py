@@ -115,11 +115,11 @@ class MetaBuffer(PartedBuffer):
         super().__init__(buft, parts, size)
 
     def state(self, root: Tensor) -> SplitState:
-        """Return the split state of a tensor in this buffer that is not a view."""
+        """Return the split state of a tensor in this buffer; `root` must not be a view."""
         return self.buft.device.state(root)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
-        """Return the slices of a tensor in this buffer that is not a view."""
+        """Return each device's slice of a tensor in this buffer; `root` must not be a view."""
         places = self.static.get(root)
         if places is not None and root.op is Op.NONE:
             return places
@@ -136,21 +136,21 @@ class MetaBuffer(PartedBuffer):
     def _init_tensor(self, tensor: Tensor) -> None:
         if self.static and tensor.view_src is None:
             raise ArgumentError(
-                f"{tensor.describe()} cannot be placed in this {self.name} buffer, which is full of slices "
-                "of weights; allocate another buffer"
+                f"{tensor.describe()} cannot be placed in this {self.name} buffer, which is full of weights; "
+                "allocate another buffer"
             )
 
     def _reset(self) -> None:
         super()._reset()
         self.static.clear()
-        self.size = min(part.size for part in self.parts)  # an allocator's tensor may be whole in each
+        self.size = min(part.size for part in self.parts)  # an allocator may place a whole tensor in each
 
     # -- data: bytes of a view are bytes of its root -------------------------------------------------
 
-    def dealt(self, tensor: Tensor, data: Bytes, offset: int) -> Iterator[tuple[Tensor, Bytes, int]]:
-        """Return what each device writes of a tensor's bytes: its slice, bytes, and an offset in it.
+    def scatter(self, tensor: Tensor, data: Bytes, offset: int) -> Iterator[tuple[Tensor, Bytes, int]]:
+        """Divide bytes of a tensor over the devices: yield each one's slice, bytes, and their offset in it.
 
-        Bytes of a part of a cut tensor are written with the rest of it, which is read first.
+        A partial write to a cut tensor is completed to a whole one: the rest is read first.
         """
         root, start = _in_root(tensor, offset)
         slices, state = self.slices(root), self.state(root)
@@ -165,7 +165,7 @@ class MetaBuffer(PartedBuffer):
             yield own, np.concatenate(parts, axis=1).ravel(), 0
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        for own, part, start in self.dealt(tensor, data, offset):
+        for own, part, start in self.scatter(tensor, data, offset):
             own.set(part, start)
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:

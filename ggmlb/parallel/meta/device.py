@@ -71,14 +71,14 @@ class MetaDevice(Device):
 
     @property
     def reg(self) -> BackendReg:
-        """Its own registration, which need not be in the registry."""
+        """A registration of this device only, usually not in the registry."""
         return self._reg
 
     @property
     def buffer_type(self) -> MetaBufferType:
-        """Memory on all devices; one object while it is in use."""
+        """The buffer type over all devices; cached while in use."""
         made = self._buffer_type()
-        if made is None:  # it holds the device, so that the device must not hold it
+        if made is None:  # a weak reference, because it refers to the device
             made = MetaBufferType(self, [d.buffer_type for d in self.devices])
             self._buffer_type = weakref.ref(made)
         return made
@@ -88,7 +88,7 @@ class MetaDevice(Device):
         return MetaBackend(self, params)
 
     def declines(self, op: Tensor) -> str | None:
-        """Return the first device's reason to decline the whole node; the plan checks slices."""
+        """Return the reason of the first device that declines the unsliced node; plans check slices."""
         return next((why for d in self.devices if (why := d.declines(op)) is not None), None)
 
     def supports_buft(self, buft: BufferType) -> bool:
@@ -102,7 +102,7 @@ class MetaDevice(Device):
 
         A view that cuts through the parts of a tensor is MIRRORED: its source is gathered for it.
         """
-        if self._known_at != placement_clock.now:  # where operands lie decides
+        if self._known_at != placement_clock.now:  # states depend on placement
             self._states.clear()
             self._known_at = placement_clock.now
         known = self._states
@@ -141,7 +141,7 @@ class MetaDevice(Device):
         return MIRRORED if result == PARTIAL else result
 
     def outcome(self, node: Tensor) -> ShardOutcome:
-        """Return the required states of a node's operands, and the state of its result."""
+        """Return the split states that a node requires of its operands, and that of its result."""
         states = [MIRRORED if s is None else self.state(s) for s in node.src]
         found = outcome(node, states)
         if found.result.is_cut and node.view_src is None and not node.is_contiguous():

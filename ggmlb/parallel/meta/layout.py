@@ -2,8 +2,8 @@
 
 A contiguous tensor cut along axis `a` is a sequence of *blocks*, one for each index of the dimensions
 above `a`. A block is `ne[a]` *units* of all elements below `a`. A device holds consecutive units of each
-block. Each dimension of a view steps by units, by blocks, or within a unit; on a device, only the first
-two kinds differ.
+block. Each dimension of a view steps by units, by blocks, or within a unit; on a device, the first kind has
+another extent, and the second another stride.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def slice_of(dtype: DType, ne: Ne, state: SplitState, device: int) -> Slice:
 def slices_of_view(
     dtype: DType, root_ne: Ne, root: SplitState, ne: Ne, nb: Ne, offset: int
 ) -> SlicedView | None:
-    """Return the slices of a view of a cut contiguous tensor; `None` if the view cuts through parts.
+    """Return the slices of a view of a cut contiguous tensor; `None` if it is not made of whole segments.
 
     Args:
         dtype: Type of both.
@@ -81,7 +81,7 @@ def slices_of_view(
         own_ne = _with(ne, last, state.extents()[j])
         own_nb = [n if n < block else n // block * own for n in nb]
         own_offset = start * own + unit * sum(s[j] for s in cuts[:first]) + offset % unit
-        for i in range(4):  # strides of ones mean nothing, but should not lead astray
+        for i in range(4):  # strides of extents 1 are arbitrary: use contiguous ones
             if ne[i] == 1:
                 own_nb[i] = own_nb[i - 1] * own_ne[i - 1] if i > 1 else own_nb[i]
         slices.append(Slice(own_ne, (own_nb[0], own_nb[1], own_nb[2], own_nb[3]), own_offset))

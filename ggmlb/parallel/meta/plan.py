@@ -70,12 +70,12 @@ class MetaPlan(GraphPlan):
         return len(self._gathers)
 
     def reduction(self, parts: Slices, has_part: Sequence[bool]) -> AllReduce:
-        """Create a sum that belongs to the plan."""
+        """Create an all-reduce that the plan owns; devices without a part only receive the sum."""
         self._reductions.append(self.backend.communicator.sum_of(parts, has_part))
         return self._reductions[-1]
 
     def gather(self, root: Tensor) -> Gather:
-        """Create a gather of a tensor, with memory for all of it on each device."""
+        """Create a gather that the plan owns, with memory for the whole tensor on each device."""
         self._gathers.append(Gather(self.backend.backends, root))
         return self._gathers[-1]
 
@@ -186,7 +186,7 @@ class _Sharder:
             _computing(node, place, [None if o is None else o[j] for o in operands])
             for j, place in enumerate(places)
         )
-        # A device without a part of a sum adds nothing; any other empty result is a result.
+        # A device with empty operands has no part of a sum; other results may be empty.
         has_part = [
             result != PARTIAL or all(o is None or not o[j].is_empty for o in operands) for j in range(self._n)
         ]

@@ -31,7 +31,7 @@ class MetaCommunicator:
 
         Args:
             parts: Each device's part, overwritten by the sum.
-            has_part: Whether a device has a part; the memory of others is only written.
+            has_part: Whether each device has a part; the others only receive the sum.
         """
         return AllReduce(self, parts, has_part)
 
@@ -39,10 +39,10 @@ class MetaCommunicator:
         """Sum by the backend's own functions; `False` if it has none for these tensors."""
         return self._allreduce is not None and bool(self._allreduce(self._comm, list(parts)))
 
-    def arrival(self, j: int, nbytes: int) -> Buffer:
-        """Return memory of a stream that receives parts.
+    def receive_buffer(self, j: int, nbytes: int) -> Buffer:
+        """Return device `j`'s buffer for parts of other devices, at least `nbytes` bytes.
 
-        Sums use it by turns, as they run in order. It goes with the last of them.
+        Sums share it, because they run in order; it is freed with the last of them.
         """
         made = self._arrivals.get(j)
         if made is None or made.size < nbytes:
@@ -57,7 +57,7 @@ class MetaCommunicator:
 
 
 class AllReduce:
-    """A prepared sum, queued by each call.
+    """A prepared all-reduce sum; calling it queues the sum.
 
     Without the backend's functions it is a butterfly: in each of log2(n) steps, pairs of devices exchange
     their sums and add. Devices beyond a power of two add their parts before and receive the sum
@@ -101,7 +101,7 @@ class AllReduce:
     def _arrival(self, j: int) -> Tensor:
         part = self._parts[j]
         arrival = Tensor(part.dtype, part.ne)
-        arrival.buffer = self._communicator.arrival(j, part.nbytes)
+        arrival.buffer = self._communicator.receive_buffer(j, part.nbytes)
         return arrival
 
     def _copy(self, source: int, target: int, into: Tensor) -> Callable[[], None]:

@@ -18,12 +18,12 @@ MAX_DEVICES: Final = 16
 
 
 def outcome(node: Tensor, states: States) -> ShardOutcome:
-    """Return the split states of a node that is not a view."""
+    """Return the split states of operands and result of a node that is not a view."""
     if any(s.is_cut for s in states):
         rule = SPECS[node.op].shard
         try:
             found = rule(node, states) if rule is not None else None
-        except ArithmeticError:  # parts that do not fall on whole heads or blocks
+        except ArithmeticError:  # parts are not whole heads or blocks
             found = None
         if found is not None:
             return found
@@ -31,7 +31,7 @@ def outcome(node: Tensor, states: States) -> ShardOutcome:
 
 
 def whole(states: States) -> ShardOutcome:
-    """Return the outcome for a node that every device computes whole."""
+    """Return the outcome of a node that each device computes as a whole: all MIRRORED."""
     return ShardOutcome(MIRRORED, (MIRRORED,) * len(states))
 
 
@@ -56,7 +56,8 @@ def split_by(n: int, weights: Sequence[float], granularity: int = 1) -> tuple[in
     total = sum(weights)
     if n < 0 or granularity < 1 or n % granularity or total <= 0 or min(weights) < 0:
         raise ArgumentError(
-            f"{n} elements cannot be sharded in multiples of {granularity} by the weights {list(weights)}"
+            f"{n} elements cannot be sharded in multiples of {granularity} by the weights {list(weights)}; "
+            "give a multiple, and weights of 0 or more with a sum above 0"
         )
     units, done, parts = n // granularity, 0.0, [0]
     for weight in weights:

@@ -58,7 +58,7 @@ def _split_buffer_type(devices: tuple[Device, ...], main: int, shares: tuple[flo
     return SplitBufferType(devices, main, shares)
 
 
-def are_any() -> bool:
+def any_created() -> bool:
     """Whether any split buffer type was created."""
     return _split_buffer_type.cache_info().currsize > 0
 
@@ -75,7 +75,7 @@ class SplitBufferType(BufferType):
         self._bounds = [x / total for x in accumulate(s for _, s in having)]
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether it is a contiguous matrix; other tensors cannot be placed here."""
+        """Whether the tensor is a contiguous matrix; other tensors cannot be placed here."""
         return tensor.view_src is None and tensor.is_contiguous() and tensor.ne[2] * tensor.ne[3] == 1
 
     def _alloc_buffer(self, nbytes: int) -> SplitBuffer:

@@ -12,22 +12,22 @@ from ggmlb.core.enums import Op
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface import Backend, Buffer, Device, GraphPlan, tensor_alloc, tensor_copy_async
-from ggmlb.parallel.row_split.memory import SplitBuffer, are_any
+from ggmlb.parallel.row_split.memory import SplitBuffer, any_created
 
 if TYPE_CHECKING:
     from ggmlb.parallel.row_split.memory import Piece
 
 
 def declines(node: Tensor) -> str | None:
-    """Return why a node cannot be computed with its split operands; `None` if it can, or has none."""
-    if not are_any():
+    """Return why a node cannot be computed with operands in split memory; `None` if it can."""
+    if not any_created():
         return None
     for i, source in enumerate(node.src):
-        # A view lies where its source does, placed or not.
+        # A view is in the buffer of its source, placed or not.
         buffer = None if source is None else (source.view_src or source).buffer
         if source is not None and isinstance(buffer, SplitBuffer):
             if node.op is not Op.MUL_MAT or i:
-                return f"src{i} lies in {buffer.name}, which holds the weights of mul_mat only"
+                return f"src{i} is in {buffer.name}, which holds the weights of mul_mat only"
             if source.view_src is not None:
                 return f"src{i} is a view of a tensor in {buffer.name}"
             if node.src[1] is not None and not node.src[1].is_contiguous():
@@ -41,7 +41,7 @@ def is_split(node: Tensor) -> bool:
 
 
 class Helpers:
-    """Streams and memory on other devices, which compute their shares of a stream's products.
+    """Streams and memory on other devices, which compute their rows of a stream's products.
 
     A stream's products run in order, on the helpers too, and therefore share the memory. Memory that is
     too small is replaced; products bound to it keep it.
@@ -57,7 +57,7 @@ class Helpers:
         return tuple(self._streams.values())
 
     def on(self, device: Device, main: Backend) -> Backend:
-        """Return the stream for a device: `main` on its own device, else a helper."""
+        """Return `main` for its own device, else the helper stream on the device."""
         if device is main.device:
             return main
         if device not in self._streams:
@@ -101,7 +101,7 @@ class _Share(NamedTuple):
 
 
 class RowSplitProduct:
-    """A product with a split weight, bound to memory: copies columns to the devices, and rows back.
+    """A prepared product with a split weight: copies columns to the devices, and result rows back.
 
     Args:
         node: The product; its result and its columns are in memory of the main device.
@@ -140,7 +140,7 @@ class RowSplitProduct:
         """Queue the product on the main stream and the helpers."""
         main = self._main()
         assert main is not None
-        abort, main.abort_callback = main.abort_callback, None  # it is asked between products, not within one
+        abort, main.abort_callback = main.abort_callback, None  # called between products only
         try:
             for share in self._shares:
                 tensor_copy_async(main, share.stream, self._b, share.columns)
