@@ -71,8 +71,8 @@ def evaluate(
         devices: Names of devices, or backends, highest priority first, as `"CUDA0"` or
             `["OpenCL0", "CPU"]`; by default those of `default_devices`, else the best. The CPU runs the
             remaining ops.
-        grad_of: A scalar whose gradients are wanted, too.
-        wrt: With respect to these tensors: leafs or nodes of its graph, or their names.
+        grad_of: A scalar to differentiate, too.
+        wrt: Tensors to differentiate with respect to: leafs or nodes of its graph, or their names.
 
     Returns:
         For each of `y` a new array of `shape`; float32 for quantised types. With `grad_of`, a pair: that,
@@ -121,18 +121,18 @@ def evaluate(
 def _graph(
     results: list[Tensor], loss: Tensor | None, wrt: Sequence[Tensor | str], stack: ExitStack
 ) -> tuple[Graph, list[Tensor | None]]:
-    """Return the graph, and the gradients that are wanted; tensors are marked until the stack is closed."""
+    """Return the graph and the requested gradients; tensors are flagged until the stack is closed."""
     graph = Graph().build_forward_expand(*results)
     if loss is None:
         if wrt:
             raise ArgumentError(
-                "evaluate: wrt is given without grad_of; name the scalar whose gradients these are"
+                "evaluate: wrt is given without grad_of; give grad_of=, the scalar to differentiate"
             )
         return graph, []
     graph.build_forward_expand(loss)
     sources = [_named(graph, t) for t in wrt]
     if not sources:
-        raise ArgumentError("evaluate: grad_of is given without wrt; name the tensors with respect to which")
+        raise ArgumentError("evaluate: grad_of is given without wrt; give wrt=, tensors that it depends on")
     ctx = Context()
     stack.enter_context(_flagged(graph, 0, ~(TensorFlag.LOSS | TensorFlag.PARAM)))
     ctx.set_loss(loss)
@@ -150,7 +150,9 @@ def _named(graph: Graph, tensor: Tensor | str) -> Tensor:
     if isinstance(tensor, str):
         return graph.node(tensor)
     if tensor not in graph:
-        raise ArgumentError(f"evaluate: {tensor.describe()} of wrt is not in the graph of grad_of")
+        raise ArgumentError(
+            f"evaluate: {tensor.describe()} of wrt is not in the graph of grad_of; give its operands"
+        )
     return tensor
 
 
@@ -179,7 +181,7 @@ def _values(
 
 @contextmanager
 def _flagged(tensors: Iterable[Tensor], flags: int, kept: int = -1) -> Iterator[None]:
-    """Flag tensors for a while, and let them keep some of their flags; these are then as before."""
+    """Context manager that sets flags of tensors and clears those not in `kept`; restored at exit."""
     before = {t: t.flags for t in tensors}
     for tensor in before:
         tensor.flags = tensor.flags & kept | flags

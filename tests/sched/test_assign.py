@@ -215,7 +215,7 @@ def test_a_write_into_memory_whose_device_declines_it_is_an_error(make_bench):
     y = ctx.set_rows(cache, rows, where)
     with (
         Scheduler(bench.backends) as sched,
-        pytest.raises(UnsupportedOpError, match=r"lies in a Fake0 buffer, and no backend(.|\n)*no set_rows"),
+        pytest.raises(UnsupportedOpError, match=r"is in a Fake0 buffer, and no backend(.|\n)*no set_rows"),
     ):
         sched.alloc_graph(Graph().build_forward_expand(y))
 

@@ -21,11 +21,11 @@ def padded(nbytes: int, alignment: int) -> int:
 
 @checked_methods
 class TensorAllocator:
-    """Places tensors in a buffer in the order of the calls, never to be taken back (ggml_tallocr).
+    """Places tensors in a buffer one after another; none can be freed by itself (ggml_tallocr).
 
     Attributes:
-        buffer: Where it places them.
-        used: Bytes given out so far, with what alignment costs.
+        buffer: The buffer.
+        used: Bytes allocated so far, alignment included.
     """
 
     __slots__ = ("buffer", "used")
@@ -89,7 +89,7 @@ def alloc_ctx_tensors(
     Raises:
         ArgumentError: An override is not a regular expression.
         AllocationError: The device lacks room, or one tensor is larger than the largest buffer.
-        NotAllocatedError: A view's source, in another context, lies in no buffer yet.
+        NotAllocatedError: A view's source, in another context, is in no buffer yet.
 
     Source: ggml_backend_alloc_ctx_tensors, ggml_backend_alloc_ctx_tensors_from_buft.
     """
@@ -105,7 +105,7 @@ def alloc_ctx_tensors(
 
 
 def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
-    """Place tensors in a new buffer: `alloc_ctx_tensors` for any list."""
+    """Place a list of tensors in a new buffer, as `alloc_ctx_tensors` does for a context."""
     roots, views = _unplaced(tensors)
     with _all_or_nothing([*roots, *views]) as buffers:
         whole = buft.place_tensors(roots)
@@ -129,7 +129,7 @@ def _unplaced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 @contextmanager
 def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
-    """Yield a list for new buffers; on failure, free them and un-place the tensors, which have no memory."""
+    """Yield a list for new buffers; on failure, free them and leave the tensors unplaced."""
     buffers: list[Buffer] = []
     try:
         yield buffers
@@ -145,7 +145,7 @@ def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
 def alloc_ctx_tensors_size(
     ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
 ) -> int:
-    """Return the bytes that `alloc_ctx_tensors` would allocate now, in all kinds of memory.
+    """Return the bytes that `alloc_ctx_tensors` would allocate now, summed over buffer types.
 
     Raises:
         ArgumentError: An override is not a regular expression.
@@ -173,7 +173,7 @@ def _by_memory(
 
 @checked
 def override_for(name: str, overrides: Mapping[str, Home] | None) -> Home | None:
-    """Return the value of the first pattern found in a tensor's name, or `None`.
+    """Return the value of the first regular expression found in a tensor's name, or `None`.
 
     Raises:
         ArgumentError: A pattern is not a regular expression.

@@ -32,10 +32,9 @@ class GraphAllocator(Freeable):
     - A tensor in another buffer (a weight) is skipped. Tensors placed by this allocator are placed again:
       allocating a graph reuses the memory of the previous graph.
 
-    A plan is kept for each topology: the same ops, edges, views, flags and outside tensors. Graphs of
-    that topology reuse it as long as their tensors are no larger, so that after `reserve` of the
-    largest graph no memory is allocated any more: a plan of their own could need more, where smaller
-    tensors leave other gaps. A scheduler's executables, which serve equal graphs only, do not give that.
+    A plan is cached for each topology: the same ops, edges, views, flags and outside tensors. Graphs of
+    that topology reuse it as long as their tensors are no larger, so that no memory is allocated after
+    `reserve` of the largest graph: new plans for smaller tensors could need more, as they leave other gaps.
     A context manager: leaving it frees the memory.
 
     Args:
@@ -77,7 +76,7 @@ class GraphAllocator(Freeable):
         Raises:
             AllocationError: A device lacks room. All memory of the allocator was freed; it stays usable.
             GraphError: A node comes before one that it reads.
-            FreedError: A tensor lies in a freed buffer, or the allocator was freed.
+            FreedError: A tensor is in a freed buffer, or the allocator was freed.
 
         Source: ggml_gallocr_reserve.
         """
@@ -131,13 +130,15 @@ class GraphAllocator(Freeable):
         Source: ggml_gallocr_get_buffer_size.
         """
         if not 0 <= buffer_id < len(self.bufts):
-            raise ArgumentError(f"get_buffer_size({buffer_id}): there are {len(self.bufts)} buffer types")
+            raise ArgumentError(
+                f"get_buffer_size({buffer_id}): there are {len(self.bufts)} buffer types; count from 0"
+            )
         sizes = [sum(buffer.size for buffer in chunks) for chunks in self._memories.chunks]
         return self._memories.by_buffer_id(sizes)[buffer_id]
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The buffers that it has allocated."""
+        """The allocated buffers."""
         return [buffer for chunks in self._memories.chunks for buffer in chunks]
 
     # -- placing -------------------------------------------------------------------------------
@@ -151,8 +152,8 @@ class GraphAllocator(Freeable):
             GraphError: There are several buffer types, and no graph of this topology was reserved; or a
                 node comes before one that it reads.
             AllocationError: A device lacks room. None of the graph's tensors is placed, all memory of the
-                allocator was freed; it can be used on.
-            FreedError: A tensor lies in a freed buffer, or the allocator was freed.
+                allocator was freed; it stays usable.
+            FreedError: A tensor is in a freed buffer, or the allocator was freed.
 
         Source: ggml_gallocr_alloc_graph; that one fails where several buffers would be reserved anew.
         """
@@ -172,7 +173,7 @@ class GraphAllocator(Freeable):
         self, graph: Graph, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
     ) -> tuple[IndexedGraph, BufferIds]:
         chunks = self._memories.in_use()
-        # What lay in freed memory of an allocator is placed anew, too.
+        # Tensors in freed compute memory are placed again, too.
         indexed = IndexedGraph(
             graph, lambda b: b in chunks or (b.is_freed and b._usage is BufferUsage.COMPUTE)
         )
@@ -222,7 +223,7 @@ class GraphAllocator(Freeable):
         self.prepare(tensors[i] for i in planned if i in new or buffers[i] in own)
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Call `init_tensor` for placed tensors where needed, after a reset of the allocator's buffers."""
+        """Reset the allocator's buffers, and call `init_tensor` for placed tensors that need it."""
         for chunk in self._memories.in_use():
             chunk.reset()
         for tensor in tensors:
@@ -233,17 +234,17 @@ class GraphAllocator(Freeable):
     # -- by number, for the scheduler ----------------------------------------------------------
 
     def reserve_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> None:
-        """Allocate the memory of a numbered graph, as `reserve_n`."""
+        """Allocate the memory of an indexed graph, as `reserve_n`."""
         self._adopt(self._plan(indexed, ids))
 
     def indexed_size(self, indexed: IndexedGraph, ids: BufferIds) -> list[int]:
-        """Return what a topology needs, for each of `bufts` [bytes], as `reserve_n_size`."""
+        """Return the memory of an indexed graph, for each of `bufts` [bytes], as `reserve_n_size`."""
         return self._memories.by_buffer_id([sum(peaks) for peaks in self._plan(indexed, ids).peaks])
 
     def alloc_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> tuple[list[Buffer | None], list[int]]:
-        """Allocate what a topology needs, as `alloc_graph_n`; return buffer and offset by number.
+        """Allocate the memory of an indexed graph, as `alloc_graph_n`; return buffers and offsets.
 
-        No tensor is touched.
+        No tensor is changed.
         """
         plan = self._find(indexed, ids)
         self._adopt(plan)
@@ -269,22 +270,22 @@ class GraphAllocator(Freeable):
     # -- plans ---------------------------------------------------------------------------------
 
     def _find(self, indexed: IndexedGraph, ids: BufferIds | None) -> Plan:
-        """Return the plan kept for the topology if it fits, else a new one in its place.
+        """Return the cached plan of the topology if it fits, else a new one that replaces it.
 
-        `ids` are by default those of the kept plan.
+        `ids` are by default those of the cached plan.
         """
         key, outgrown = indexed.key, None
         for plan in self._plans:
             if plan.key == key and (ids is None or plan.buffer_ids == ids):
                 ids, outgrown = plan.buffer_ids, plan
-                if plan.suits(indexed.tensors, self._memories.sizes(indexed.tensors, plan.memories)):
+                if plan.fits(indexed.tensors, self._memories.sizes(indexed.tensors, plan.memories)):
                     return plan
                 break
         if ids is None:
             raise GraphError(
                 f"alloc_graph: no graph of this topology ({len(indexed.n_sources)} nodes) was reserved, so "
-                f"which of {len(self._memories.bufts)} kinds of memory each tensor belongs in is unknown; "
-                "call reserve_n first, or alloc_graph_n"
+                f"the choice of {len(self._memories.bufts)} buffer types is unknown; call reserve_n first, "
+                "or alloc_graph_n"
             )
         made = self._plan(indexed, ids)
         if outgrown is not None:
@@ -319,11 +320,11 @@ class GraphAllocator(Freeable):
                     )
 
     def keeps_places(self) -> bool:
-        """Whether graphs placed in this memory can alternate without being placed again.
+        """Whether several graphs can take turns in this memory without placing their tensors again.
 
         False if a buffer needs `init_tensor`.
         """
-        return not self._memories.has_hooks()
+        return not self._memories.needs_init()
 
     def free(self) -> None:
         """Free the memory (ggml_gallocr_free).
@@ -346,7 +347,7 @@ class GraphAllocator(Freeable):
 def _ids_by_number(
     graph: Graph, indexed: IndexedGraph, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
 ) -> list[int]:
-    """Return the caller's ids by number; an unlisted tensor gets the id of a tensor that needs it.
+    """Return the caller's buffer ids by number; an unlisted tensor gets the id of one that needs it.
 
     Raises:
         ArgumentError: There are more or fewer ids than tensors.
@@ -365,7 +366,7 @@ def _ids_by_number(
 
 
 class Memories:
-    """The distinct ones among some buffer types, each with its buffers (`struct vbuffer`).
+    """The distinct buffer types of an allocator, each with its buffers (`struct vbuffer`).
 
     Args:
         bufts: The buffer types.
@@ -387,7 +388,7 @@ class Memories:
         self._alignments = [buft.alignment for buft in self.bufts]
         self._plain = all(type(buft).alloc_size is BufferType.alloc_size for buft in self.bufts)
 
-    # -- what goes where -----------------------------------------------------------------------
+    # -- indices and sizes ---------------------------------------------------------------------
 
     def of_ids(self, ids: BufferIds) -> list[int]:
         """Return the index of the memory of each buffer id."""
@@ -395,7 +396,7 @@ class Memories:
         return [index[i] for i in ids]
 
     def sizes(self, tensors: Sequence[Tensor], where: Sequence[int]) -> list[int]:
-        """Return what each tensor takes in its memory [bytes], a multiple of the alignment."""
+        """Return the size of each tensor in its memory [bytes], a multiple of the alignment."""
         alignments = self._alignments
         if self._plain:
             return [(n := t.nbytes) + -n % alignments[m] for t, m in zip(tensors, where, strict=True)]
@@ -403,14 +404,14 @@ class Memories:
         return [padded(bufts[m].alloc_size(t), alignments[m]) for t, m in zip(tensors, where, strict=True)]
 
     def by_buffer_id(self, sizes: Sequence[int]) -> list[int]:
-        """Spread a figure per memory over the buffer types, counting each memory once."""
+        """Return sizes by buffer id for sizes by memory; a repeated buffer type counts once."""
         index = self._index
         return [sizes[memory] if index.index(memory) == i else 0 for i, memory in enumerate(index)]
 
     # -- buffers -------------------------------------------------------------------------------
 
     def grow(self, peaks: Sequence[Sequence[int]]) -> bool:
-        """Make each memory's chunks as large as asked; return whether anything was allocated.
+        """Enlarge the chunks of each memory to `peaks`; return whether anything was allocated.
 
         Chunks that are large enough stay.
 
@@ -445,10 +446,10 @@ class Memories:
                     buffer.free()
             chunks.clear()
 
-    def has_hooks(self) -> bool:
-        """Whether a buffer wants to prepare the tensors that are placed in it."""
+    def needs_init(self) -> bool:
+        """Whether a buffer needs `init_tensor` for tensors placed in it."""
         return any([b.prepares_tensors for chunks in self.chunks for b in chunks])
 
     def in_use(self) -> set[Buffer]:
-        """The buffers that there are."""
+        """The allocated buffers."""
         return {buffer for chunks in self.chunks for buffer in chunks}

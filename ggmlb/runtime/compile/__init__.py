@@ -1,11 +1,11 @@
-"""From a graph to what is computed.
+"""Compilation of a graph for a scheduler's backends.
 
-The files, in the order of the work:
+The files, in the order of use:
 
-read.py        IndexedGraph: the graph as lists of numbers
-assign.py      passes 1-4: which backend computes each node, and why
+read.py        IndexedGraph: the graph as lists of integers
+assign.py      passes 1-4: the backend of each node, and the cause
 split.py       pass 5: runs of nodes on one backend, and the tensors that are copied to it
 copies.py      the graph with these copies, in the order of execution
-allocate.py    a place for each of its tensors, without memory
-executable.py  all of it, with places and plans, for every graph that is equal
+allocate.py    an address for each of its tensors, before memory is allocated
+executable.py  the compiled graph with its plans, reused for equal graphs
 """

@@ -1,6 +1,6 @@
 """Plan: a place for each tensor of a graph, such that tensors with overlapping lifetimes share no byte.
 
-Planning needs no memory: an `DynamicAllocator` allocates abstract addresses.
+Planning allocates no memory: a `DynamicAllocator` hands out abstract addresses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BufferIds = Sequence[int]
 """Index of a buffer type for each tensor of a topology, by its number."""
 
-_NONE = Op.NONE  # looked up once: it is asked of many
+_NONE = Op.NONE  # looked up once, for speed
 
 _INPLACE: Final = {op: spec.inplace for op, spec in SPECS.items() if spec.inplace}
 
@@ -125,14 +125,14 @@ class DynamicAllocator:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Places for the tensors of all graphs of one topology, up to certain sizes.
+    """Addresses of the tensors of all graphs of one topology, up to certain sizes.
 
     Attributes:
         key: The topology.
         buffer_ids: The caller's choice of a buffer type for each tensor.
         addresses: Address (`DynamicAllocator`) of each placed tensor, by number.
         memories: Index of the memory of each tensor.
-        sizes: Room for each [bytes].
+        sizes: Bytes reserved for each.
         views: Numbers of the views.
         inplace: Pairs of numbers: a node, and the operand whose place it reuses.
         peaks: For each memory, the size of each of its chunks [bytes].
@@ -147,8 +147,8 @@ class Plan:
     inplace: list[tuple[int, int]]
     peaks: list[list[int]]
 
-    def suits(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-        """Whether other tensors of the same topology, of these sizes, fit."""
+    def fits(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+        """Whether the plan has room for tensors of the same topology with these sizes."""
         return all([sizes[i] <= self.sizes[i] for i in self.addresses]) and all(
             [same_layout(tensors[node], tensors[operand]) for node, operand in self.inplace]
         )
@@ -205,8 +205,8 @@ def make_plan(
         -1,
         *outside,
         *(i for i in flagged if flags[i] & stays),
-        # A node that nobody reads is a result, views included. But a view without an op is none: the
-        # scheduler lists such views to mark how long their source is needed.
+        # A node that no other reads is a result, views included. A view without an op is not: the
+        # scheduler lists such views to keep their source allocated.
         *(i for i in views if i not in read_as_such and ops[i] is not _NONE),
     ):
         last[roots[i]] = never

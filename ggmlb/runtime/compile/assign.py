@@ -2,10 +2,10 @@
 
 The rules are ggml's (ggml_backend_sched_split_graph): placed tensors stay, an op runs where its weights
 are, other nodes follow their neighbours, and the rest go to the backend that can read most of their
-operands in place. Three
-differences: every choice has a `Cause`; a node that writes into another tensor always runs where that
-tensor is (ggml may compute it on another device, and the tensor is never updated); and a view is always
-where its source is, even if the user requested another backend (ggml then reads it there without a copy).
+operands in place. Three differences: every choice has a `Cause`; a node that writes into another tensor
+always runs where that tensor is (ggml may compute it on another device, and the tensor is never updated);
+and a view is always where its source is, even if the user requested another backend (ggml then reads it
+there without a copy).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 class AssignRules:
-    """A scheduler's backends and options, by which graphs are assigned and split.
+    """The backends and options of a scheduler that decide how graphs are assigned and split.
 
     Attributes:
         backends: In order of priority, highest first.
         bufts: The memory each computes in.
-        op_offload: Whether a device may take a node whose weight lies in host memory.
+        op_offload: Whether a device may compute a node whose weight is in host memory.
         strict: Whether a request that cannot be granted is an error.
-        separate: Whether streams of one device compute in memory of their own each, so that one need not
-            wait for another.
-        answers: For each backend, whether it runs a kind of node.
+        separate: Whether streams of one device have separate compute memory, so that one need not wait for
+            another.
+        answers: For each backend, whether it supports each kind of node (see `kinds`).
     """
 
     def __init__(
@@ -63,20 +63,21 @@ class AssignRules:
         return known
 
     def kinds(self, graph: IndexedGraph) -> list[int]:
-        """Return the kind of each tensor by number: all that a device may ask of a node and its operands.
+        """Return a number for each tensor, equal for nodes that a device supports all or none of.
 
-        Nodes of one kind get the same answer, in other graphs too. Custom functions are not remembered.
+        They agree in op, parameters, and in flags, layouts and memory of node and operands, so that
+        `answers` holds across graphs. In graphs with custom functions, all numbers differ.
         """
         if max(len(self._kinds), *map(len, self.answers)) > MAX_KINDS:
             self._kinds.clear()
             self.answers = [{} for _ in self.backends]
-        kinds = [*islice(_numbers, len(graph.tensors))]  # of their own, unless a node's is known
+        kinds = [*islice(_numbers, len(graph.tensors))]  # unique, unless a node's kind is known
         if not PYTHON_OPS.isdisjoint(graph.ops):
             return kinds
         number, roots, (begins, ends) = self._kinds.setdefault, [*graph.roots, -1], graph.spans
         homes = {b: b.buft for b in {*graph.buffers} if b is not None}
         buffers, layouts = graph.buffers, graph.layouts
-        # How a tensor is stored in such memory depends on its layout, and a view is stored as its source.
+        # How a tensor is stored in a buffer depends on its layout; a view is stored as its source.
         memories = [(homes[b], layouts[i]) if (b := buffers[i]) is not None else None for i in graph.roots]
         is_view = [base >= 0 for base in graph.bases]
         params = [(*p.items(),) if p else () for p in graph.params]
@@ -95,8 +96,8 @@ class AssignRules:
             kinds[node] = number(kind, kinds[node])
         return kinds
 
-    def is_apart(self, a: int, b: int) -> bool:
-        """Whether two backends have memory of their own each, though its type is the same."""
+    def are_separate(self, a: int, b: int) -> bool:
+        """Whether two backends use separate buffers of the same buffer type."""
         return self.separate and a != b and self.bufts[a] is self.bufts[b]
 
     def shares(self, a: int, b: int) -> bool:
@@ -110,15 +111,15 @@ class Cause(str, Enum):
     """Why a tensor was given to a backend, with the pass that decided it."""
 
     USER = "set by the user"
-    PLACED = "lies in the backend's memory"
-    VIEW = "lies in the memory of its source"
+    PLACED = "placed in the backend's memory"
+    VIEW = "in the memory of its source"
     INPUT = "graph input: last backend"
     WEIGHT = "runs where its weight is"
     OFFLOAD = "offloaded: worth copying its weight"
     NEIGHBOUR = "follows the nodes around it"
     BEST = "most operands already there"
     UPGRADE = "same memory, higher priority"
-    WRITES = "writes into memory that lies there"
+    WRITES = "writes into memory there"
     USED = "read by a node there"
     FIRST = "first backend that can run it"
 
@@ -126,16 +127,16 @@ class Cause(str, Enum):
         return self.value
 
 
-# The causes of many tensors, looked up once: before Python 3.12, that costs as much as ten other steps.
+# The most frequent causes, looked up once: access to enum members is slow before Python 3.12.
 _PLACED, _WEIGHT, _NEIGHBOUR, _VIEW = Cause.PLACED, Cause.WEIGHT, Cause.NEIGHBOUR, Cause.VIEW
 
 UNKNOWN = -1
 """Backend index of unassigned tensors."""
 
 MAX_KINDS = 1 << 14
-"""Most kinds of nodes whose answers are remembered."""
+"""Maximum number of kinds of nodes with cached answers."""
 
-_numbers = count()  # of kinds; none is given twice
+_numbers = count()  # of kinds, unique in the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +182,10 @@ def readable(graph: IndexedGraph, rules: AssignRules, ids: Sequence[int], i: int
     buffer = graph.buffers[root]
     if buffer is not None:
         return b in rules.users(buffer.buft)
-    owner = ids[root]  # in whose memory a result is that another backend wrote in place
+    owner = ids[root]  # its memory may hold a result that another backend wrote in place
     if owner < 0:
         owner = ids[i]
-    return owner >= 0 and not rules.is_apart(owner, b) and b in rules.users(rules.bufts[owner])
+    return owner >= 0 and not rules.are_separate(owner, b) and b in rules.users(rules.bufts[owner])
 
 
 def refusal(graph: IndexedGraph, rules: AssignRules, node: int, b: int) -> str | None:
@@ -194,7 +195,7 @@ def refusal(graph: IndexedGraph, rules: AssignRules, node: int, b: int) -> str |
         buffer = graph.buffers[root] if root >= 0 else None
         if buffer is None or b in rules.users(buffer.buft) or buffer.buft.is_readable(graph.tensors[root]):
             continue
-        return f"src{i} lies in {buffer.name} memory, which it cannot use, and which cannot be copied"
+        return f"src{i} is in {buffer.name} memory, which it can neither use nor copy"
     return rules.backends[b].device.declines(graph.tensors[node])
 
 
@@ -220,7 +221,7 @@ class _Passes:
         self._last = rules.last
         self._kinds = rules.kinds(graph)
 
-    # -- questions -----------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     def supports(self, b: int, node: int) -> bool:
         """Whether backend `b` runs the node; asked once for each kind."""
@@ -242,7 +243,7 @@ class _Passes:
         """Return the backends that can use memory of that type, by priority."""
         return sorted(self._rules.users(buft))
 
-    # -- pass 1: what is placed already, and what the user asked for ----------------------------
+    # -- pass 1: placed tensors and the user's requests -----------------------------------------
 
     def from_places(self) -> None:
         """Keep tensors where they are placed, or where the user requested; inputs go to the last backend."""
@@ -280,7 +281,7 @@ class _Passes:
     def _leaves(self, node: int, wanted: int, request: str) -> None:
         """Report that a node cannot run on the requested backend: an error if strict, else a warning."""
         if not any(self.supports(b, node) for b in range(len(self.backends))):
-            return  # an error that holds what each backend says will follow
+            return  # a later error has the reason of each backend
         tensor, name = self._tensors[node], self.backends[wanted].name
         why = refusal(self._graph, self._rules, node, wanted)
         message = f"{tensor.describe()} cannot run on {name}, which {request}: {why}"
@@ -303,16 +304,16 @@ class _Passes:
             if self.supports(b, i):
                 return b
         raise UnsupportedOpError(
-            f"{tensor.describe()} lies in a {buffer.name} buffer, and no backend both uses that memory and "
-            f"runs the op:\n{self.complaints(tensor)}\nPlace it in another buffer, or copy it first.",
+            f"{tensor.describe()} is in a {buffer.name} buffer, and no backend that can use it runs the "
+            f"op:\n{self.complaints(tensor)}\nPlace it in another buffer, or copy it first.",
             reasons=self._reasons(tensor),
         )
 
     def from_weights(self, work: list[int]) -> None:
-        """Assign ops to the backend of their weights; of several weights, the first decides."""
+        """Assign ops to the backend of their first weight."""
         ids, causes, tensors, ops, rope = self.ids, self.causes, self._tensors, self._graph.ops, Op.ROPE
         weights = [b for b in {*self._buffers} if b is not None and b.usage is BufferUsage.WEIGHTS]
-        # Who can use a buffer, and whether another may find its weights worth copying.
+        # The backends that can use each buffer, and whether others may copy its weights (`offload_op`).
         homes: dict[Buffer | None, tuple[Sequence[int], bool]]
         homes = {b: (self._holders(b.buft), self._rules.op_offload and b.is_host) for b in weights}
         for node in work:
@@ -451,8 +452,8 @@ class _Passes:
                     return b
         node = self._tensors[next(n for n in nodes if not self.supports(home, n))]
         raise UnsupportedOpError(
-            f"{node.describe()} writes into {self._tensors[base].describe()}, which lies on "
-            f"{self.backends[home].name}, and no device runs what computes and what writes it:\n"
+            f"{node.describe()} writes into {self._tensors[base].describe()} on {self.backends[home].name}, "
+            "and no device runs all nodes that compute or write it:\n"
             f"{self.complaints(node)}\nAdd a backend that runs them all, or write into a copy.",
             reasons=self._reasons(node),
         )
@@ -461,7 +462,7 @@ class _Passes:
         """Report a request that is ignored because a tensor and its writers must be on one backend."""
         message = (
             f"{self._tensors[node].describe()} was set to {self.backends[self.ids[node]].name}, but "
-            f"{self._tensors[base].describe()} and what writes into it must be on one device: "
+            f"{self._tensors[base].describe()} and the nodes that write into it must be on one device: "
             f"{self.backends[home].name}"
         )
         if self._rules.strict:
@@ -474,7 +475,7 @@ class _Passes:
         """Assign the remaining nodes and sources."""
         ids, bases, graph = self.ids, self._bases, self._graph
         nodes, others = graph.nodes, (*graph.listed[: graph.n_leafs], *graph.unlisted)
-        # Where all of these have a backend, every source has one before its readers are looked at.
+        # If all of these have a backend, every source has one before its readers are visited.
         is_open = UNKNOWN in map(ids.__getitem__, others)
         for node in nodes if is_open else [i for i in nodes if ids[i] < 0]:
             current, base = ids[node], bases[node]
@@ -510,7 +511,7 @@ class _Passes:
             reasons=self._reasons(tensor),
         )
 
-    # -- words ---------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------
 
     def _reasons(self, node: Tensor) -> dict[str, str]:
         """Return the reason of each backend that cannot run a node, by name."""

@@ -1,8 +1,8 @@
-"""insert_copies: the graph that is allocated and computed, with the copies that splits read.
+"""insert_copies: adds the copies that splits read to a graph, before it is allocated and computed.
 
-It keeps the user's numbers, followed by those of copies, and of views that keep a tensor's memory until it
-was copied. Its tensors are the user's, except that a node which reads a copy, directly or through other such
-nodes, has a clone: the user's graph is never changed.
+The user's tensors keep their numbers; copies follow, and views that keep a tensor allocated until it is
+copied. Nodes that read a copy, directly or indirectly, are replaced by clones, so that the user's graph is
+never changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ggmlb.runtime.compile.split import Split
 
 
 def insert_copies(user: IndexedGraph, ids: list[int], splits: Sequence[Split]) -> IndexedGraph:
-    """Return the graph with copies, in the order of execution; the splits get their order.
+    """Return the graph with copies, in the order of execution; set `ordered` and `order` of the splits.
 
     Args:
         user: The user's graph.
@@ -34,7 +34,7 @@ def insert_copies(user: IndexedGraph, ids: list[int], splits: Sequence[Split]) -
 
 
 class _CopiedGraph(IndexedGraph):
-    """The graph under construction: what is listed so far, and the edges of all numbers."""
+    """The graph under construction: the nodes listed so far, and the edges of all tensors."""
 
     def __init__(self, user: IndexedGraph, ids: list[int]) -> None:
         self._user, self._ids = user, ids
@@ -68,7 +68,7 @@ class _CopiedGraph(IndexedGraph):
         split.order = [i for i in split.ordered if computes[i]]
 
     def finish(self) -> None:
-        """Set the facts of the whole graph."""
+        """Set the attributes of the whole graph."""
         user, nodes = self._user, self._nodes
         more = range(len(user.tensors), len(self.tensors))
         self.ops = user.ops + [Op.NONE] * len(more)
@@ -110,7 +110,7 @@ class _CopiedGraph(IndexedGraph):
         split.marks = graph.marks
         numbers = {tensors[i]: i for i in (*before, *split.numbers)}
         for node in graph.nodes:
-            if node not in numbers:  # a mark of the backend's own
+            if node not in numbers:  # added by the backend
                 reads = [numbers[cast("Tensor", s)] for s in node.src]
                 base = numbers[cast("Tensor", node.view_src)]
                 numbers[node] = self._append(node, split.backend_id, base, reads)
@@ -133,7 +133,7 @@ class _CopiedGraph(IndexedGraph):
 def with_tensors(
     graph: IndexedGraph, user: Sequence[Tensor], splits: Sequence[Split], c: int
 ) -> list[Tensor]:
-    """Return the tensors by number to compute with, for other tensors of the user, or for the c-th copies."""
+    """Return the tensors by number, where nodes read the given user's tensors and the c-th copies."""
     tensors = [*user, *graph.tensors[len(user) :]]
     if len(tensors) > len(user):
         inputs = [item for split in splits for item in split.inputs if len(item.copies) > 1]
@@ -144,12 +144,12 @@ def with_tensors(
 
 
 def replace_readers(graph: IndexedGraph, tensors: list[Tensor], numbers: Iterable[int]) -> None:
-    """Replace nodes whose sources have been replaced by clones that read the replacements.
+    """Clone the nodes whose operands were replaced, so that they read the replacements.
 
     Args:
         graph: The graph.
         tensors: Its tensors by number, which are changed.
-        numbers: The nodes to look at, each after its sources.
+        numbers: The nodes to check, each after its sources.
     """
     known: list[Tensor | None] = [*tensors, None]  # an absent source has the number -1
     bases, sources, (begins, ends) = graph.bases, graph.sources, graph.spans

@@ -1,8 +1,7 @@
-"""Executable: a graph compiled for a scheduler's backends, and computed as often as wanted.
+"""Executable: a graph compiled for a scheduler's backends, reused for equal graphs.
 
-Decoding builds a new graph of new tensors for each token, equal to the previous graph except in identity. The
-executable of the first serves them all: a new graph's tensors get the places of the former's, and the plans
-stay, as they have bound addresses.
+Decoding builds a new graph of new tensors for each token, equal to the previous one in all but identity. They
+share one executable: a new graph's tensors get the same addresses, so that the plans stay valid.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Executable:
         memories: Index of the memory of each of its tensors, by number.
         buffers: Buffer of each tensor, by number, once allocated: the user's, then the copies.
         offsets: Offset of each tensor in its buffer.
-        stamp: The allocator's count of allocations when it was allocated; -1 before.
+        stamp: `GraphAllocator.n_reallocs` when it was allocated; -1 before.
         is_placed: Whether the bound tensors were given their places.
         n_nodes: Number of nodes.
     """
@@ -119,7 +118,7 @@ class Executable:
     # -- binding -------------------------------------------------------------------------------
 
     def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
-        """Return the tensors of a graph by number, if it is computed by this executable; else `None`."""
+        """Return the tensors of a graph by number, if this executable can compute it; else `None`."""
         tensors = self.graph.match(graph)
         return tensors if tensors is not None and requests_of(tensors, user) == self.requests else None
 
@@ -133,7 +132,7 @@ class Executable:
     # -- places --------------------------------------------------------------------------------
 
     def allocate(self, allocator: GraphAllocator) -> None:
-        """Find the places of all tensors, unless they have them.
+        """Choose buffer and offset of all tensors, unless the current ones are still valid.
 
         Raises:
             AllocationError: A device lacks room.
@@ -152,7 +151,7 @@ class Executable:
         self._owned = list(compress(range(n), map(own.__contains__, buffers)))
 
     def place(self, allocator: GraphAllocator) -> None:
-        """Give the bound tensors, their clones and the copies their places."""
+        """Set buffer and offset of the bound tensors, their clones and the copies."""
         buffers, offsets, pick = self.buffers, self.offsets, self._inner
         tensors, n = self.graph.tensors, len(self.graph.tensors)
         mine = pick(tensors)
@@ -171,7 +170,7 @@ class Executable:
         self.is_placed = True
 
     def release(self) -> None:
-        """Un-place the bound tensors, unless they were moved."""
+        """Remove the placement of the bound tensors, except of those moved since."""
         tensors, buffers, offsets = self.graph.tensors, self.buffers, self.offsets
         for i in self._owned:
             tensor = tensors[i]
@@ -180,9 +179,9 @@ class Executable:
         self.is_placed = False
 
     def check(self) -> None:
-        """Check that no bound tensor was moved, and take over changed parameters.
+        """Check that no bound tensor was moved, and apply changed op parameters.
 
-        Costs one comparison while the placement clock stands still.
+        Costs one comparison while no tensor is placed (`placement_clock`).
 
         Raises:
             GraphError: A tensor of the bound graph was moved, or reads other tensors.
@@ -255,14 +254,14 @@ class Executable:
         return [(i, tensor) for i, tensor in enumerate(tensors[: len(user)]) if tensor is not user[i]]
 
     def _forget_graphs(self) -> None:
-        """Drop the graphs of the splits, as other tensors are bound, or parameters have changed."""
+        """Drop the graphs of the splits, because other tensors are bound or parameters have changed."""
         self._graphs = [None] * len(self._graphs)
         self._computed = None
         self._clones = []
         self._stale = {*range(len(self._graphs))}
 
     def forget_plans(self) -> None:
-        """Drop the plans, as what they have bound has changed."""
+        """Drop all plans, because addresses or parameters have changed."""
         for split in self.splits:
             split.plans = [None] * len(split.plans)
 

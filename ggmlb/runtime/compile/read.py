@@ -1,7 +1,7 @@
-"""IndexedGraph: a graph as lists of numbers, for the allocator and the scheduler.
+"""IndexedGraph: a graph as lists of integers, for the allocator and the scheduler.
 
-All that a graph's assignment, splits, places and plans depend on is in these lists. So a graph with equal
-lists needs none of that work again: `IndexedGraph.match`.
+Assignment, splits, placement and plans depend only on these lists, so that graphs with equal lists share
+them (`IndexedGraph.match`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class IndexedGraph:
 
     Args:
         graph: The graph.
-        is_own: Whether a buffer belongs to the reader, who reuses it: tensors in it count as unplaced.
+        is_own: Whether a buffer is the caller's compute memory: tensors in it count as unplaced.
 
     Attributes:
         tensors: Tensors by number.
         listed: Numbers of the graph's leafs, then of its nodes in computing order; a tensor may be listed
             twice.
-        n_leafs: How many of `listed` are leafs.
+        n_leafs: Number of leafs in `listed`.
         nodes: Numbers of the graph's nodes, in order.
         unlisted: Numbers of tensors that are needed as a source or view source, but not listed. They hold
             data from outside the graph, like leafs.
@@ -56,9 +56,9 @@ class IndexedGraph:
         ops: Ops by number.
         flags: Flags by number.
         buffers: Buffer of each tensor, by number; `None` if unplaced.
-        own, foreign: Buffers of the tensors: the reader's, and the user's.
+        own, foreign: Buffers of the tensors: those that `is_own` accepts, and the user's.
         outside: Numbers of tensors (not views) in a buffer of the user: weights, caches.
-        layouts, view_offs, params: Of the tensors, and of their ops, by number; see `keep`.
+        layouts, view_offs, params: Of the tensors and their ops, by number, as saved by `keep`.
 
     Raises:
         FreedError: A tensor is in a freed buffer of the user.
@@ -103,7 +103,7 @@ class IndexedGraph:
             bases = self.bases  # a view is where its base is, or will be
             self.outside = [i for i, b in enumerate(self.buffers) if b is not None and bases[i] < 0]
         if freed := {b for b in self.foreign if b.is_freed}:
-            self.check_freed()  # else they are those of views, which follow their source
+            self.check_freed()  # else only views are in freed buffers; they follow their source
             self.foreign -= freed
             self.buffers = [None if b in freed else b for b in self.buffers]
 
@@ -128,7 +128,7 @@ class IndexedGraph:
     # -- equal graphs --------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Note the facts that `match` compares; the tensors may change later."""
+        """Save the properties that `match` compares; the tensors may change later."""
         tensors = self.tensors
         self.layouts = [t.layout for t in tensors]
         self.view_offs = [t.view_offs for t in tensors]
@@ -138,17 +138,17 @@ class IndexedGraph:
         self._there = placed, [t.offset for t in placed], {b: b._usage for b in self.foreign}
 
     def set_params(self, params: Sequence[dict[str, Any]]) -> None:
-        """Note parameters of the ops, by number; copies, as the user may change them."""
+        """Save copies of the ops' parameters, by number; the user may change the originals."""
         self.params = [p.copy() if p else _NO_PARAMS for p in params]
         self._zeros = zeros_of(self.params)
 
     def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
-        """Whether parameters equal the noted ones, signs of zeros included."""
+        """Whether parameters equal the saved ones, signs of zeros included."""
         same = are_equal(self.params, params)
         return same and all([copysign(1.0, params[i][name]) == sign for i, name, sign in self._zeros])
 
     def match(self, graph: Graph) -> list[Tensor] | None:
-        """Return the tensors of another graph by number, if all noted facts are equal; else `None`."""
+        """Return the tensors of another graph by number, if it equals the saved one; else `None`."""
         if [t.layout for t in graph.nodes[:N_FIRST]] != self._first_layouts:
             return None  # before anything else, as most often the sizes differ
         tensors = self._numbered(graph)
@@ -164,7 +164,7 @@ class IndexedGraph:
         return tensors if is_same else None
 
     def _are_there(self, tensors: list[Tensor]) -> bool:
-        """Whether the same tensors of the user are at the same places, and no others."""
+        """Whether the user's buffers hold the same tensors at the same offsets, and no others."""
         placed, offsets, usage = self._there
         buffers, bases = [t.buffer for t in tensors], self.bases
         return (
@@ -214,7 +214,7 @@ class IndexedGraph:
         return itemgetter(*self.sources, -1, -1), itemgetter(*self.bases, -1, -1)
 
     def bind(self, tensors: list[Tensor]) -> None:
-        """Take the tensors of another graph, by number."""
+        """Replace the tensors by those of an equal graph, by number."""
         self.tensors = tensors
         self.__dict__.pop("numbers", None)
 
@@ -223,7 +223,7 @@ class IndexedGraph:
         """Number of each tensor; -1 for `None` (absent)."""
         return {**dict(zip(self.tensors, count())), None: -1}
 
-    # -- facts of edges and flags --------------------------------------------------------------
+    # -- lists derived from edges and flags ----------------------------------------------------
 
     @property
     def key(self) -> GraphKey:
@@ -254,12 +254,12 @@ class IndexedGraph:
 
     @cached_property
     def some_unreadable(self) -> bool:
-        """Whether any memory of the user may keep tensors in another form than their bytes."""
+        """Whether any of the user's buffers may hold packed weights that cannot be read back."""
         return any([type(b.buft).is_readable is not BufferType.is_readable for b in self.foreign])
 
     @cached_property
     def flagged(self) -> list[int]:
-        """Numbers of the tensors with any of `PLACE_FLAGS`."""
+        """Numbers of the tensors flagged as input, output or parameter (`PLACE_FLAGS`)."""
         matter = {flags for flags in {*self.flags} if flags & PLACE_FLAGS}
         return [i for i, flags in enumerate(self.flags) if flags in matter]
 
@@ -276,7 +276,7 @@ class IndexedGraph:
 
     @cached_property
     def writes(self) -> dict[int, list[int]]:
-        """For each node that writes into memory of other tensors: the numbers of those that own it."""
+        """Numbers of the other tensors whose memory a node overwrites, by the node's number."""
         bases, ops, roots = self.bases, self.ops, self.roots
         found = {i: [bases[i]] for i in self.work if bases[i] >= 0}
         for op in {*ops} & _ALSO_WRITING:
@@ -287,12 +287,12 @@ class IndexedGraph:
 
     @cached_property
     def written(self) -> set[int]:
-        """Numbers of the tensors whose memory nodes write besides the tensors' own op."""
+        """Numbers of the tensors in whose memory other nodes write (the values of `writes`)."""
         return set(chain.from_iterable(self.writes.values()))
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int]]:
-        """Start and end of each node's part of `sources`, by number; -1 if not a node."""
+        """Start and end of each node's operands in `sources`, by number; -1 for other tensors."""
         begins, ends = [-1] * len(self.tensors), [-1] * len(self.tensors)
         for node, n, end in zip(self.nodes, self.n_sources, accumulate(self.n_sources), strict=True):
             begins[node] = end - n
@@ -305,18 +305,18 @@ class IndexedGraph:
         return self.sources[begins[node] : ends[node]]
 
     def placeable(self) -> list[int]:
-        """The tensors that need a place: unplaced tensors that are not views."""
+        """Return the numbers of the tensors to allocate: neither placed nor views."""
         outside = set(self.outside)
         return [i for i, base in enumerate(self.bases) if base < 0 and i not in outside]
 
     def check_freed(self) -> None:
-        """Raise a FreedError if a tensor is in a freed buffer of the user."""
+        """Raise a FreedError if a tensor is in a buffer that the user freed."""
         for tensor in map(self.tensors.__getitem__, self.outside):
             buffer = tensor.buffer
             if buffer is not None and buffer.is_freed:
                 raise FreedError(
-                    f"{tensor.describe()} lies in a {buffer.name} buffer of {buffer.size:,} bytes that was "
-                    "freed; place it anew before the graph is allocated or computed"
+                    f"{tensor.describe()} is in a freed {buffer.name} buffer of {buffer.size:,} bytes; "
+                    "place it again before the graph is allocated or computed"
                 )
 
 
@@ -324,17 +324,17 @@ _NO_PARAMS: dict[str, Any] = {}
 
 
 def is_compute(buffer: Buffer) -> bool:
-    """Whether a buffer is compute memory, which is reused for each graph."""
+    """Whether a buffer is compute memory (`BufferUsage.COMPUTE`), which graphs reuse."""
     return buffer._usage is BufferUsage.COMPUTE  # of a freed buffer too
 
 
 def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that returns the elements of these numbers."""
+    """Return a function that picks the items at these indices from a sequence."""
     if len(numbers) > 1:  # itemgetter returns a single element by itself
         return itemgetter(*numbers)
     return lambda items: tuple([items[i] for i in numbers])
 
 
 def _roots_of(buffers: Sequence[Buffer | None], bases: Sequence[int]) -> list[Buffer | None]:
-    """Return the buffers of what is no view: a view may have been made before its source was placed."""
+    """Return the buffers of all but views, which may have been created before their source was placed."""
     return [buffer for buffer, base in zip(buffers, bases, strict=True) if base < 0]

@@ -1,7 +1,7 @@
 """split_graph: pass 5, which divides an assigned graph into splits, and finds the tensors to be copied.
 
-A split is a run of consecutive nodes on one backend, views included. The user's graph stays as it is, and so
-do the numbers of its tensors: nodes and copies refer to them.
+A split is a run of consecutive nodes on one backend, views included. The user's graph and the numbers of its
+tensors do not change.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SplitInput:
 
     @property
     def tensor(self) -> Tensor:
-        """The user's tensor, which is copied."""
+        """The user's tensor: the original of the copies."""
         return self._graph.tensors[self.number]
 
     @property
@@ -93,7 +93,7 @@ class Split:
         ordered: The same in the backend's preferred order.
         order: The computed ones, in that order.
         inputs: The tensors copied to it first.
-        marks: The backend's notes of the nodes (`Graph.marks`).
+        marks: The backend's annotations of the nodes (`Graph.marks`).
         plans: The plan for each of the copies; `None` until first computed.
         after: Indices of backends with shared memory whose earlier work must be finished first.
         reads_user_input: Whether it reads an input of the graph in place.
@@ -140,7 +140,7 @@ class Split:
 
     @property
     def plan(self) -> GraphPlan | None:
-        """The plan that reads the first copies."""
+        """The plan for the first copies; `None` until computed."""
         return self.plans[0]
 
     def __repr__(self) -> str:
@@ -230,7 +230,7 @@ class _Splitter:
         begins, ends = graph.spans
         writes, roots = graph.writes, graph.roots
         inputs = self._inputs.union([i for i in graph.views if bases[i] in self._inputs])
-        # Where each tensor is at hand, by number: what the user writes is nowhere, nor what lies elsewhere.
+        # The backend in whose memory each tensor is; unknown for inputs and for memory of other devices.
         places = list(ids)
         for i in inputs | self._found.foreign:
             places[i] = UNKNOWN
@@ -302,7 +302,7 @@ class _Splitter:
         name = f"{split.backend.name}#{tensor.name}"
         n = self._n_copies if self._is_sent(src, owner, split.backend_id) else 1
         copies = tuple([Tensor(tensor.dtype, tensor.ne, tensor.nb, name=name) for _ in range(n)])
-        if n > 1:  # another computation may write them at any time: they share memory with nothing
+        if n > 1:  # the next computation may already write them: they must not share memory
             for copy in copies:
                 copy.flags = TensorFlag.INPUT | TensorFlag.OUTPUT
         root = self._graph.roots[src]
@@ -329,7 +329,7 @@ class _Splitter:
     def _has_experts(self, item: SplitInput, split: Split) -> bool:
         """Whether an input is an expert weight in host memory, read by one node through its ids.
 
-        The ids are looked at before the split runs, once for all weights: they must not change later.
+        The ids are read by the host before the split runs, once for all weights: they must not change later.
         """
         buffer = self._graph.buffers[item.number]
         if len(item.readers) > 1 or buffer is None or not buffer.is_host:
@@ -360,7 +360,7 @@ class _Splitter:
             split.after = tuple([a for a in ran if shared[split.backend_id][a]])
 
     def _add_written(self, shared: list[list[bool]], ran: Sequence[int]) -> None:
-        """Add backends that use the same tensor in place, which one of them writes, wherever it lies."""
+        """Add backends that use the same tensor in place, which one of them writes."""
         graph = self._graph
         roots, buffers = graph.roots, graph.buffers
         written = graph.written.union([i for i in graph.work if buffers[i] is not None and roots[i] == i])

@@ -1,4 +1,4 @@
-"""Cache of a scheduler's executables: by the graph's identity, then by its signature."""
+"""Cache of a scheduler's executables: first by graph object, then by equality of graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExecutableCache:
     Args:
         rules: The backends, and the scheduler's options.
         n_copies: Number of copies of tensors that one device sends to another.
-        keep_graphs: Whether graphs keep their executables and places as long as they live.
+        keep_graphs: Whether graphs keep their executables and placement as long as they exist.
     """
 
     def __init__(self, rules: AssignRules, n_copies: int, keep_graphs: bool) -> None:
@@ -34,21 +34,21 @@ class ExecutableCache:
         self._kept: weakref.WeakKeyDictionary[Graph, Executable] = weakref.WeakKeyDictionary()
 
     def kept(self, graph: Graph) -> Executable | None:
-        """Return the executable that a kept graph is bound to, unless its tensors were moved."""
+        """Return the executable of a graph object (`keep_graphs`), unless its tensors were moved."""
         executable = self._kept.get(graph)
         if executable is None or executable.n_nodes != len(graph.nodes):
             return None
         try:
             executable.check()
         except (GraphError, FreedError):
-            return None  # which compiling it anew can cure, or words
+            return None  # compiling it again succeeds, or raises with the reason
         return executable
 
     def find(self, graph: Graph, user: Mapping[Tensor, int]) -> Executable | None:
-        """Return the executable of an equal graph, bound to this one.
+        """Return the cached executable of an equal graph, and bind it to this graph.
 
         Args:
-            graph: The graph; its tensors in compute memory count as unplaced by `compile` only.
+            graph: The graph; tensors in compute memory do not match (see `compile`).
             user: The requested backends.
         """
         for executable in self._latest:
@@ -63,7 +63,7 @@ class ExecutableCache:
         return None
 
     def compile(self, graph: Graph, user: Mapping[Tensor, int]) -> tuple[Executable, bool]:
-        """Un-place the tensors in compute memory, and compile the graph unless that makes it a known one.
+        """Remove the placement of tensors in compute memory; compile the graph unless a cached one is equal.
 
         Returns:
             The executable, and whether it is new.
@@ -87,18 +87,18 @@ class ExecutableCache:
         return executable, True
 
     def keep(self, graph: Graph, executable: Executable) -> None:
-        """Note the executable of a placed graph, if graphs are kept."""
+        """Remember the executable of a placed graph object, with `keep_graphs` only."""
         if self.keep_graphs:
             self._kept[graph] = executable
 
     def drop(self, of: Executable | Tensor) -> None:
-        """Forget the kept graphs of an executable, or with a node."""
+        """Forget the graph objects bound to an executable, or containing a tensor."""
         for graph, executable in list(self._kept.items()):
             if of in graph if isinstance(of, Tensor) else of is executable:
                 del self._kept[graph]
 
     def clear(self) -> None:
-        """Discard all executables, whose memory is gone."""
+        """Discard all executables, because their memory was freed."""
         for executable in self._kept.values():
             executable.release()
         self._kept.clear()

@@ -60,7 +60,7 @@ class Executor:
         self.copy = 0
         self.is_busy = False
         self._is_async = [b.device.caps.async_ for b in backends]
-        # Where a backend's queue stands: for others to wait for, and (by copy) when it has read the copies.
+        # Events: the end of a backend's queue, for others to wait for; and, by copy, its last read of copies.
         self._marks: list[Event | None] = [
             b.device.event_new() if b.device.caps.events else None for b in backends
         ]
@@ -83,7 +83,7 @@ class Executor:
             status = self._queue(executable, callback)
         finally:
             self.is_busy = False
-            if status is not Status.SUCCESS:  # what was queued has no marks behind it, and may still run
+            if status is not Status.SUCCESS:  # no event follows the queued work, which may still run
                 for backend in self._backends:
                     with suppress(Error):
                         backend.synchronize()
@@ -119,7 +119,7 @@ class Executor:
         return Status.SUCCESS
 
     def synchronize(self) -> None:
-        """Wait for all backends that queue work; the next computation uses the first copies."""
+        """Wait for all backends that queue work, and return to the first copies."""
         for backend, is_async in zip(self._backends, self._is_async, strict=True):
             if is_async or observers:
                 backend.synchronize()
@@ -165,7 +165,7 @@ class Executor:
             self._order(owner, b)
 
     def _upload(self, item: SplitInput, buffer: Buffer, split: Split, owner: int) -> None:
-        """Queue a copy of unchanging bytes from host memory."""
+        """Queue a copy from host memory, of a constant or of a snapshot."""
         src = item.tensor
         if self._is_async[owner] and not item.is_staged:  # it may compute what is read here
             item.backend.synchronize()
@@ -197,7 +197,7 @@ class Executor:
 def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: EvalCallback) -> Status:
     """Compute up to each node that the callback wants, and call it.
 
-    Views of other devices' tensors come first: what they show is there, and may be gone when the split ends.
+    Views of other devices' tensors come first: their data may be overwritten before the split ends.
     """
     backend = split.backend
     done = ready = 0
@@ -207,7 +207,7 @@ def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: E
         if not answer("the eval callback", callback(shown, True)):
             continue
         if done < ready:
-            # A computed node is the part's last: no fused kernel leaves it out, nor what later parts read.
+            # The part ends with a computed node, so that fusion omits neither it nor results read later.
             status = backend.graph_compute(graph.view(done, ready))
             done = ready
             if status is not Status.SUCCESS:
@@ -225,12 +225,12 @@ LEAST_BLOCK: Final = 4096
 
 
 class Staging:
-    """Snapshots of host memory for uploads, in memory that the device reads directly.
+    """Snapshots of host memory for uploads, in pinned memory.
 
-    What a queued upload reads must stay as it is, while whoever computed it may overwrite it at once. So the
-    scheduler copies it first; out of page-locked memory, the transfer then needs no other copy and no thread.
-    A block of that memory serves again once nobody holds an array in it. Devices that compute in host
-    memory get NumPy arrays instead.
+    The source of a queued upload must not change, but the backend that computed it may overwrite it at once.
+    So the scheduler copies it first, to pinned memory, from which the transfer needs no further copy and no
+    thread. A block is reused when no array refers to it. Devices that compute in host memory get NumPy
+    arrays instead.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -241,12 +241,12 @@ class Staging:
         self._nbytes = 0
 
     def snapshot(self, src: Tensor) -> Bytes:
-        """Return a copy of a tensor's bytes, in memory that is reused after the array is dropped."""
+        """Return a copy of a tensor's bytes; its memory is reused when the array is deleted."""
         size = max(LEAST_BLOCK, 1 << (src.nbytes - 1).bit_length())
         buffer, block = src.buffer, self._take(size)
         if block is None or buffer is None:
             return src.get()
-        # An owner of its own, as views of a NumPy array hold its base, and not the array.
+        # A ctypes array as base: views of a NumPy array refer to its base, not to the array.
         memory: Any = (ctypes.c_ubyte * src.nbytes).from_address(block.base.ctypes.data)
         weakref.finalize(memory, self._free[size].append, block).atexit = False
         array: Bytes = np.frombuffer(memory, np.uint8)
@@ -270,13 +270,13 @@ class Staging:
 
 
 class ExpertCopies:
-    """Copies only those experts of a weight that the tokens at hand use, during one computation.
+    """Copies only the experts of a weight that the current tokens select, for one computation.
 
-    Ids that several weights are read by are looked at once.
+    Ids shared by several weights are read once.
 
     Args:
-        executable: What is computed.
-        c: Which copies of inputs it reads.
+        executable: The executable.
+        c: Index of the copies of inputs that it reads.
 
     Source: the copies of ggml_backend_sched_compute_splits for GGML_OP_MUL_MAT_ID.
     """
@@ -288,12 +288,12 @@ class ExpertCopies:
         self._used: dict[int, npt.NDArray[np.intp]] = {}
 
     def copy(self, item: SplitInput, split: Split) -> bool:
-        """Queue copies of the experts in use, those that lie side by side in one.
+        """Queue copies of the selected experts; adjacent ones are copied together.
 
         The other experts of the copy are undefined, because no id refers to them.
 
         Returns:
-            Whether it was done; false if an expert is not contiguous.
+            False if the weight has no experts, or one is not contiguous: nothing was queued.
 
         Raises:
             BackendError: An id is not that of an expert.
@@ -314,7 +314,7 @@ class ExpertCopies:
         return True
 
     def _find_used(self, ids: int, n_experts: int, reader: int, split: Split) -> npt.NDArray[np.intp]:
-        """Return the numbers of the experts in use, in order; waits for what computes the ids."""
+        """Return the numbers of the selected experts, in order; wait until the ids are computed."""
         tensors = self._graph.tensors
         where, backend, is_staged = tensors[ids], split.backend, False
         for other in self._splits:

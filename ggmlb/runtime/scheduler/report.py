@@ -1,4 +1,4 @@
-"""NodePlacement report: the device and cause of each node, as data and as text."""
+"""Reports on a scheduler's graph: device and cause of each node, memory, and splits as text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def placements(graph: Graph, executable: Executable) -> list[NodePlacement]:
 def memory_report(
     executable: Executable, allocator: GraphAllocator, backends: Sequence[Backend]
 ) -> MemoryReport:
-    """Return the memory of an executable, planned and allocated, in an allocator for these backends."""
+    """Return the memory of an executable by device and contents, planned and allocated."""
     placed: dict[str, list[Space]] = {"weights": [], "placed": []}
     known = executable.graph.buffers
     for buffer in dict.fromkeys(b for b in (known[i] for i in executable.graph.outside) if b is not None):

@@ -58,7 +58,7 @@ class Scheduler(Freeable):
     Args:
         backends: In order of priority, highest first. The last (usually the CPU) runs the remaining ops,
             and holds the graph's inputs: in host memory, even if it is a GPU, which copies them.
-        bufts: The memory each computes in; each backend's default by default.
+        bufts: The buffer type each computes in; by default each backend's default.
         graph_size: The number of nodes expected; kept for ggml's signature, graphs may be larger.
         parallel: Pipelining: tensors sent between devices cycle through `n_copies` copies, so that the
             sender can continue while the receiver still reads. Streams of one device get separate memory.
@@ -66,14 +66,14 @@ class Scheduler(Freeable):
         op_offload: Assign an op with weights in host memory to a device for which copying them is
             worthwhile (`Device.offload_op`).
         n_copies: Number of copies when `parallel`, 1 or more.
-        strict: An op that must leave the device asked for, by `set_tensor_backend` or by where its
-            weights lie, is an error instead of a warning.
+        strict: An op that cannot run on the device of its request (`set_tensor_backend`) or of its weights
+            is an error instead of a warning.
         sanitize: Raise a `SanitizerError` on any unordered read or write during the scheduler's lifetime
             (`ggmlb.sanitize`).
-        keep_graphs: Every graph stays allocated and planned as long as it lives, all in the same memory,
-            which is as large as the largest needs. Only the data of the last one is valid: after another
-            graph was computed, call `alloc_graph` (which then does nothing else) and set all inputs. A
-            kept graph must not be changed.
+        keep_graphs: Every graph stays allocated and planned as long as it exists; all share memory of the
+            size that the largest needs. Only the data of the last one is valid: after another graph was
+            computed, call `alloc_graph` (which is then cheap) and set all inputs. A kept graph must not be
+            changed.
 
     Raises:
         ArgumentError: No backends, a memory its backend cannot use, or no copies.
@@ -129,7 +129,7 @@ class Scheduler(Freeable):
         self._cache = ExecutableCache(rules, self._n_copies, keep_graphs)
         self._graph: Graph | None = None
         self._executable: Executable | None = None
-        self._in_memory: Executable | None = None  # whose data the compute memory holds
+        self._in_memory: Executable | None = None  # the one whose data is in compute memory
         self._stop_sanitizer = self.views.start_sanitizer(self) if sanitize else None
 
     # -- facts ---------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Scheduler(Freeable):
             ArgumentError: The index is out of range.
         """
         if not 0 <= i < self.n_backends:
-            raise ArgumentError(f"Scheduler.backend({i}): there are {self.n_backends} backends")
+            raise ArgumentError(f"Scheduler.backend({i}): there are {self.n_backends} backends; count from 0")
         return self._backends[i]
 
     @property
@@ -163,7 +163,7 @@ class Scheduler(Freeable):
         return self._n_copies
 
     def buffer_type(self, backend: Backend) -> BufferType:
-        """Return the memory that a backend computes in (ggml_backend_sched_get_buffer_type)."""
+        """Return the buffer type that a backend computes in (ggml_backend_sched_get_buffer_type)."""
         return self._bufts[self._index(backend)]
 
     def buffer_size(self, backend: Backend) -> int:
@@ -192,7 +192,7 @@ class Scheduler(Freeable):
 
     @property
     def placement(self) -> list[NodePlacement]:
-        """The device, cause, other devices' reasons, and copies of each node of the last graph."""
+        """For each node of the last graph: device, cause, reasons of devices that decline it, and copies."""
         if self._graph is None or self._executable is None:
             return []
         return placements(self._graph, self._executable)
@@ -209,7 +209,7 @@ class Scheduler(Freeable):
         self._need_graph("memory_report")
         return memory_report(self._need_executable(), self._allocator, self._backends)
 
-    # -- pictures ------------------------------------------------------------------------------
+    # -- drawings ------------------------------------------------------------------------------
 
     def trace(self, path: str | Path | None = None) -> Trace:
         """Context manager that records a trace of all devices, for ui.perfetto.dev or chrome://tracing.
@@ -256,8 +256,8 @@ class Scheduler(Freeable):
         """Request a backend for a node; `None` withdraws the request.
 
         Requests stay valid for all later graphs with the node, also after `reset` and `reserve`. A request
-        for a view has no effect: it is where its source is, so request the source's backend. What writes
-        into another tensor runs where that tensor is, if need be elsewhere than requested, with a warning.
+        for a view has no effect: it is where its source is, so request the source's backend. A node that
+        writes into another tensor runs where that tensor is; if that is not as requested, there is a warning.
 
         Raises:
             ArgumentError: The node is not a tensor, or the backend is not one of the scheduler's.
@@ -303,7 +303,7 @@ class Scheduler(Freeable):
 
         Raises:
             UnsupportedOpError: No backend runs a node; the message has each one's reason.
-            FreedError: A tensor lies in a freed buffer.
+            FreedError: A tensor is in a freed buffer.
         """
         self._check_idle("split_graph")
         self._forget()
@@ -355,13 +355,13 @@ class Scheduler(Freeable):
         """Split a graph and place its tensors, to set inputs and compute it.
 
         Tensors of the graph allocated before lose their place, and their data; read results before, or
-        queue the reading with `Backend.get_tensor_async`. If the graph has the topology of the one before,
-        nothing is waited for.
+        queue the reading with `Backend.get_tensor_async`. If the graph equals the one before, it does not
+        wait.
 
         Raises:
             AllocationError: A device lacks room; nothing is placed, and the scheduler stays usable.
             UnsupportedOpError: No backend runs a node.
-            FreedError: A tensor lies in a freed buffer.
+            FreedError: A tensor is in a freed buffer.
 
         Source: ggml_backend_sched_alloc_graph.
         """
@@ -371,7 +371,7 @@ class Scheduler(Freeable):
             self.split_graph(graph)
             executable = self._need_executable()
         if executable is not self._in_memory or executable.stamp != self._allocator.n_reallocs:
-            self.synchronize()  # queued work may still use the memory that is given out anew
+            self.synchronize()  # queued work may still use the memory
             self._in_memory = None
             try:
                 executable.allocate(self._allocator)
@@ -401,7 +401,7 @@ class Scheduler(Freeable):
         return status
 
     def graph_compute_async(self, graph: Graph) -> Status:
-        """Queue a graph, allocating it first if needed, which un-places another graph.
+        """Queue a graph, allocating it first if needed; an earlier graph then loses its placement.
 
         Computing the same graph again does not plan again. Inputs may be overwritten when this returns.
         It waits for the device only if an input is in device memory because the user placed or requested
@@ -474,7 +474,7 @@ class Scheduler(Freeable):
             raise failure
 
     def without(self, *devices: str) -> Scheduler:
-        """Free this scheduler, and return one on its other backends, with its options and requests.
+        """Free this scheduler; return one without the named devices, with its options and requests.
 
         For devices that are lost. Free the buffers of the weights that were there, place the weights again
         (`alloc_ctx_tensors`), and set them; the same graphs are then computed as before.
@@ -504,7 +504,7 @@ class Scheduler(Freeable):
     # -- inner ---------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """Un-place the last graph's tensors, so that reused memory cannot be read through them."""
+        """Remove the placement of the last graph's tensors, which would read reused memory."""
         last = self._in_memory
         if last is not None and not self._cache.keep_graphs:
             last.release()
@@ -515,8 +515,8 @@ class Scheduler(Freeable):
         """Raise if the scheduler is called from a callback, or another thread, while it computes."""
         if self._executor.is_busy:
             raise GraphError(
-                f"{call}: this Scheduler is in the middle of a computation; give a callback that computes, "
-                "or another thread, a scheduler of its own"
+                f"{call}: this Scheduler is in the middle of a computation; use another Scheduler in "
+                "callbacks and in other threads"
             )
 
     def _host_memory(self) -> BufferType:
