@@ -3,9 +3,9 @@
 Few programs cover every alternative of every choice, and they are always the same.
 
 A family's first program is its plainest: the first alternative of each choice, on small matrices. The
-last ones differ from it in one choice each, for devices that compute little more than the plain program.
-The others mix choices, least-used first, so that each type, layout, mode and flag occurs at least `TIMES`
-times, with sizes in a cycle: odd, ones, empty, large.
+last ones differ from it in one choice each, for devices that support few variants. The others mix choices,
+least-used alternatives first, so that each type, layout, mode and flag occurs at least `TIMES` times, with
+sizes in a cycle: odd, ones, empty, large.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class KitCase:
         return replace(self, id=f"{self.id} in {memory}", memory=memory)
 
 
-class Plain:
-    """Choices of a family's plainest program, or of a program that differs from it in one.
+class PlainChoices:
+    """Takes the first alternative of each choice, except of at most one, for the plainest programs.
 
     Args:
         seed: Seed of random numbers.
@@ -97,7 +97,7 @@ class Plain:
         self.alternatives: list[int] = []
 
     def integer(self, low: int, high: int) -> int:
-        """Return a random number of the upper half, so that extents are seldom 1.
+        """Return a random number from the upper half of the range, so that extents are seldom 1.
 
         Raises:
             ArgumentError: The interval is empty.
@@ -110,23 +110,23 @@ class Plain:
         return float(np.float32(self.random.uniform(low, high)))
 
     def pick(self, n: int) -> int:
-        """The first alternative."""
+        """Return 0, the first alternative, except for the choice `other`."""
         self.alternatives.append(n)
         place, choice = self.other or (-1, 0)
         return choice if place == len(self.alternatives) - 1 else 0
 
     def order(self, items: Sequence[int]) -> Sequence[int]:
-        """Return the next order after the given one."""
+        """Return the items rotated by one."""
         return [*items[1:], *items[:1]]
 
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
-        """Extents of a matrix."""
+        """Return extents of a matrix: 2 or more, then ones."""
         rows = [max(2, self.integer(1, n)) for n in limits[:2]]
         return [*rows, *(1 for _ in limits[2:])]
 
 
-class Covering:
-    """Choices of one program, the least-used alternatives first.
+class CoveringChoices:
+    """Takes the least-used alternative of each choice, so that few programs cover all.
 
     Args:
         size: How large its tensors are.
@@ -145,7 +145,7 @@ class Covering:
         self.n_picks = 0
 
     def integer(self, low: int, high: int) -> int:
-        """A random number; the lowest in small programs.
+        """Return a random number; for `Size.ONE` the lowest.
 
         Raises:
             ArgumentError: The interval is empty.
@@ -160,7 +160,7 @@ class Covering:
         return float(np.float32(self.random.uniform(low, high)))
 
     def pick(self, n: int) -> int:
-        """Return the least often drawn alternative here, at random among equals."""
+        """Return the alternative drawn least often for this choice, at random among equals."""
         used = self.used.setdefault((self.n_picks, n), Counter())
         self.n_picks += 1
         fewest = min(used[i] for i in range(n))
@@ -173,7 +173,7 @@ class Covering:
         return [int(i) for i in self.random.permutation(list(items))]
 
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
-        """Extents of the program's size."""
+        """Return random extents of the size class `size`."""
         if self.size is Size.ONE:
             return [1] * len(limits)
         extents = [int(self.random.integers(1, n, endpoint=True)) for n in limits]
@@ -194,7 +194,7 @@ def _check_range(low: int, high: int) -> None:
 @cache
 def cases_of(family: str) -> tuple[KitCase, ...]:
     """Return the cases of a family, the plainest first."""
-    first = Plain(_seed(family, "plain"))
+    first = PlainChoices(_seed(family, "plain"))
     drawn = [_case(family, first), *_mixed(family), *_one_choice_away(family, first.alternatives)]
     found: dict[str, KitCase] = {}
     for case in drawn:
@@ -207,7 +207,7 @@ def _mixed(family: str) -> Iterator[KitCase | None]:
     """Yield programs until each alternative was drawn `TIMES` times."""
     used: dict[tuple[int, int], Counter[int]] = {}
     for number in range(MOST):
-        case = _case(family, Covering(CYCLE[number % len(CYCLE)], _seed(family, str(number)), used))
+        case = _case(family, CoveringChoices(CYCLE[number % len(CYCLE)], _seed(family, str(number)), used))
         yield case
         covered = all(counts[i] >= TIMES for (_, n), counts in used.items() for i in range(n))
         if case is not None and number >= LEAST and covered:
@@ -218,7 +218,7 @@ def _one_choice_away(family: str, alternatives: Sequence[int]) -> Iterator[KitCa
     """Yield programs that differ in one choice from the plainest, given its numbers of alternatives."""
     for place, n in enumerate(alternatives):
         for other in range(1, n):
-            yield _case(family, Plain(_seed(family, "plain"), (place, other)))
+            yield _case(family, PlainChoices(_seed(family, "plain"), (place, other)))
 
 
 def _case(family: str, choices: Choices) -> KitCase | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 RUNS = ("", "computed a second time", "computed a third time")
-"""Runs of a plan, which may be run by steps, then captured, then replayed."""
+"""Runs of a plan: a device may execute the first, capture the second and replay the third."""
 
 
 class Bench(Freeable):
@@ -109,7 +109,7 @@ class Bench(Freeable):
 
     def _in_place(self, expected: Case, memory: GuardedMemory) -> str:
         """Return faults of the result when an allocator places it in an operand's memory."""
-        for i in lenders(expected.build().graph.nodes[-1]):
+        for i in inplace_operands(expected.build().graph.nodes[-1]):
             built = expected.build()
             node = built.graph.nodes[-1]
             image = memory.place(built, (node, node.operand(i)))
@@ -169,8 +169,8 @@ class Bench(Freeable):
             return None, str(error)
 
 
-def lenders(node: Tensor) -> list[int]:
-    """Return the operands, views aside, in whose memory an allocator may place a node's result."""
+def inplace_operands(node: Tensor) -> list[int]:
+    """Return the indices of operands, except views, whose memory an allocator may reuse for the result."""
     n = SPECS[node.op].inplace if node.view_src is None and not node.is_empty else 0
     roots = [None if s is None else s.view_src or s for s in node.src]
     return [
@@ -219,7 +219,7 @@ def _expected(reference: Backend, memory: ProgramMemory, case: KitCase) -> Case:
 def _run(stream: Backend, image: Image) -> None:
     status = stream.graph_compute(image.built.graph)
     if status is not Status.SUCCESS:
-        raise Error(f"graph_compute returned {status!r}")
+        raise Error(f"graph_compute returned {status!r} instead of {Status.SUCCESS!r}")
 
 
 def _compute(stream: Backend, image: Image) -> tuple[str, float | None]:

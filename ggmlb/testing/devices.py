@@ -18,7 +18,7 @@ _META = re.compile(r"Meta\((.*)\)", re.IGNORECASE)
 
 
 class UnknownDeviceError(RegistryError):
-    """A name of no backend (mistyped); an absent card is another error."""
+    """The name is of no backend (mistyped); for an absent card of a known one, see `RegistryError`."""
 
 
 def device_named(name: str) -> Device:
@@ -44,7 +44,7 @@ def _simple(name: str) -> Device:
     try:
         return device_by_name(name)
     except RegistryError:
-        backend = name.casefold().rstrip("0123456789")  # CUDA3 is a card of CUDA, here or elsewhere
+        backend = name.casefold().rstrip("0123456789")  # CUDA3 may be absent, but is a name of backend CUDA
         usable, failed = [reg.name for reg in regs()], unavailable()
         known = {of.casefold() for of in (*usable, *(f.name for f in failed))}
         if backend in known and backend != name.casefold():

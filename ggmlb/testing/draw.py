@@ -1,7 +1,7 @@
-"""Drawing of programs: some leafs, steps that lay them out in memory, and the tested op.
+"""Generation of test programs: leafs, views that give them memory layouts, and the tested op.
 
-A family is a function that draws such programs (`ggmlb.testing.ops`). A `Choices`
-object decides: the kit's covers every choice (`cases.py`), hypothesis's draws at random and shrinks.
+A family is a function that generates such programs (`ggmlb.testing.ops`). A `Choices` object makes its
+choices: the kit's covers all alternatives (`cases.py`), hypothesis's draws at random and shrinks.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ Output = tuple[int, "tuple[int, ...]", bytes]
 
 
 class Choices(Protocol):
-    """Decides the choices of a family."""
+    """Makes the choices of a family: numbers, alternatives, orders and extents."""
 
     beyond: bool
     """Whether types and layouts that ggml's CPU backend does not support are allowed."""
     large: bool
-    """Whether the program may be as large as a model's op, for edges of tiles."""
+    """Whether extents may be those of a model's op, to test edges of tiles."""
     plain: bool
     """Whether the program is the plainest of its family: without repeats, batches, padding or strides."""
 
@@ -85,7 +85,7 @@ class Choices(Protocol):
         """Return the items in some order."""
 
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
-        """Return extents, each about as large as its limit at most."""
+        """Return one extent for each limit, usually up to that limit."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Program:
     """A program under construction; tensors are named `"$name"`.
 
     Attributes:
-        choices: Decides the choices.
+        choices: Makes the choices.
         nmse: The allowed error; 0 demands equality.
         rule: Rule of comparison, as in golden programs.
         outputs: Names of the tensors to compare.
@@ -140,7 +140,7 @@ class Program:
         return self.choices.integer(low, high)
 
     def extra(self, low: Integer, high: Integer) -> Integer:
-        """As `int`, but `low` in plain programs: repeats, batches, strides, dilations, paddings."""
+        """Return `int(low, high)`, but `low` in plain programs; for repeats, batches, strides, paddings."""
         return low if self.choices.plain else self.int(low, high)
 
     def float(self, low: Number, high: Number) -> Number:
@@ -152,7 +152,7 @@ class Program:
         return Truth(self.choices.pick(2))
 
     def one_of(self, *choices: Any, beyond: tuple[Any, ...] = ()) -> Any:
-        """Return one of the choices, or of those `beyond` ggml's CPU backend."""
+        """Return one of the choices, or of those in `beyond`, which ggml's CPU backend does not support."""
         if self.choices.beyond:
             choices += beyond
         return choices[self.choices.pick(len(choices))] if len(choices) > 1 else choices[0]
@@ -162,7 +162,7 @@ class Program:
         return self.int(1, large if self.choices.large else high)
 
     def ne(self, *highest: Integer) -> Extents:
-        """Return four extents, each up to the given number (by default 1), sometimes larger."""
+        """Return four extents, usually up to the given limits (70, 6, 4, 3 if none); the rest are 1."""
         return (*self.choices.extents(highest or (70, 6, 4, 3)), 1, 1, 1)[:4]
 
     # -- tensors -------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Program:
         """Create a tensor of that type and shape, in one of the memory layouts."""
         ne = (*ne, 1, 1, 1)[:4]
         if dtype.block_size > 1:
-            beyond = tuple(x for x in beyond if x != PERMUTED)  # a row of blocks is never torn apart
+            beyond = tuple(x for x in beyond if x != PERMUTED)  # a row of blocks stays contiguous
         layout = self.one_of(*layouts or (PLAIN,), beyond=tuple(x for x in beyond if x not in layouts))
         if layout in (PADDED, GAPS):
             tensor = self._window(dtype, ne, 4 if layout == PADDED else 1, values)
@@ -202,7 +202,7 @@ class Program:
         return tensor
 
     def mask(self, dtype: DType, ne: Extents) -> str:
-        """Create a mask of random values, half of the masks with some -inf, but not at the start of a row."""
+        """Create a mask of random values; half of the masks have -inf, but never at the start of a row."""
         ne = (*ne, 1, 1, 1)[:4]
         values = self.random.uniform(-1, 1, ne[::-1]).astype(np.float32)
         if self.bool():
@@ -221,25 +221,25 @@ class Program:
         return self.step("view_4d", self.leaf(dtype, large, **values), *ne, *nb, offset)
 
     def step(self, fn: str, *args: Any) -> str:
-        """Call a function that returns a tensor."""
+        """Add a call of a function that returns a tensor; return the tensor's name."""
         name = f"y{len(self.steps)}"
         self.steps.append(ProgramStep(name, fn, args))
         self.texts[name] = f"{fn}({','.join(map(self._text, args))})"
         return f"${name}"
 
     def void(self, fn: str, *args: Any) -> None:
-        """Call a function that changes its first argument."""
+        """Add a call of a function that changes its first argument."""
         self.steps.append(ProgramStep(None, fn, args))
         self.texts[args[0][1:]] += f"+{fn}({','.join(map(self._text, args[1:]))})"
 
     def out(self, fn: str, *args: Any) -> str:
-        """Call a function and compare its result."""
+        """Add a call of a function whose result is compared; return its name."""
         result = self.step(fn, *args)
         self.compare(result)
         return result
 
     def compare(self, *tensors: str) -> None:
-        """Add tensors to compare."""
+        """Add tensors to the compared outputs."""
         self.outputs += [t[1:] for t in tensors]
 
     # -- uses ----------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class _Members:
 
 
 def shape_text(dtype: DType, ne: Sequence[int]) -> str:
-    """Return type and extents, without trailing ones: `"f16[40,3]"`."""
+    """Return type and extents, without trailing ones, as `"f16[40,3]"`."""
     n = max((i for i, extent in enumerate(ne) if extent != 1), default=0)
     return f"{dtype.name.lower()}[{','.join(str(e) for e in ne[: n + 1])}]"
 
@@ -336,7 +336,7 @@ def tolerance(*dtypes: DType) -> float:
 
 
 def window(p: Program, dtype: DType) -> tuple[str, str, tuple[int, ...], int]:
-    """Draw a tensor, a smaller one, and the strides and offset of the window it fits."""
+    """Draw a tensor and a smaller one; return both, and strides and offset of a window of its size."""
     size = dtype.type_size
     small = p.ne(20, 4, 3, 2)
     more = [p.int(0, 4), p.int(0, 2), p.int(0, 2), p.int(0, 1)]

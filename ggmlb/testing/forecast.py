@@ -48,7 +48,7 @@ def forecast_s(work: Sequence[FamilyTask], jobs: int = 1) -> float:
 
 
 def forecast(work: Sequence[FamilyTask], jobs: int = 1) -> str:
-    """Return the estimated duration as text; cases are tried in another process if the run uses several."""
+    """Return the estimated duration of a run as text; with `jobs` above 1, try cases in another process."""
     if jobs <= 1:
         return about_minutes(forecast_s(work))
     try:
@@ -67,7 +67,7 @@ def _trials(tasks: Sequence[FamilyTask]) -> Iterator[FamilyTask]:
 
 
 def about_minutes(seconds: float) -> str:
-    """Format a duration: `"less than a minute"`, `"about 12 minutes"`, `"about 2.5 hours"`."""
+    """Format a duration as `"less than a minute"`, `"about 12 minutes"`, `"about 2.5 hours"`."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return "less than a minute"

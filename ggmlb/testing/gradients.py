@@ -1,8 +1,8 @@
 """Mode `grad`: gradients computed by a device, compared with finite differences on the CPU.
 
-The loss of a case is the sum of its first output's elements, each with a weight of its own. A few elements of
-each operand are moved by some steps, and the loss is summed in float64. Where steps of different length
-disagree, there is a kink, and the element is left out.
+The loss of a case is a weighted sum of its first output's elements. A few elements of each operand are
+changed by several steps, and the loss is summed in float64. Where short and long steps disagree, the
+function has a kink, and the element is skipped.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ N_ELEMENTS: Final = 6
 """Number of elements of an operand that are varied."""
 
 STEP: Final = 2.0**-6
-"""How far [of the operand's values]; half and a quarter of it, too."""
+"""Largest change of an element; half and a quarter of it are used, too."""
 
 EPS: Final = 6e-7
-"""Error of a result in float32, of its size; sums of products have more than half a unit."""
+"""Relative rounding error of a float32 result; sums of products have more than half a unit."""
 
 WEIGHTS: Final = "weights of the loss"
 
 MOST_NMSE: Final = 1e-4
-"""Allowed error of a gradient beyond that of the differences."""
+"""Allowed error of a gradient, in addition to that of the finite differences."""
 
 FAMILIES: Final = frozenset(name for op, r in RECORDS.items() if SPECS[op].backward for name in r.families)
-"""Families of ops that have a rule."""
+"""Families of ops that have a backward rule."""
 
 
 class GradientBench(Freeable):
-    """A device under test, and the CPU, which computes what the device declines, and differences.
+    """A device under test; the CPU computes ops that it declines, and the finite differences.
 
     Args:
         device: The device under test.
@@ -84,7 +84,7 @@ class GradientBench(Freeable):
         self._stack.close()
 
     def check(self, case: KitCase) -> CaseResult:
-        """Compare the gradients of a case's operands with differences."""
+        """Compare the gradients of a case's operands with finite differences."""
         start, facts = perf_counter(), dict[str, Any]()
         try:
             with warnings.catch_warnings():
@@ -169,13 +169,13 @@ class GradientBench(Freeable):
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with a loss.
+    """A case with a loss to differentiate.
 
     Attributes:
         built: The case.
-        out: The result that the loss is made of.
-        operands: The leafs whose gradients are wanted.
-        values: What the elements of the result are multiplied by, before they are summed.
+        out: The result that is summed.
+        operands: The leafs to differentiate with respect to.
+        values: The weights of the sum.
     """
 
     built: Built
@@ -198,7 +198,7 @@ class Problem:
 
 
 def problem_of(case: KitCase) -> Problem:
-    """Return a case with a loss; without operands if it has no float32 ones, or no float32 result."""
+    """Return a case with a loss; `operands` is empty without float32 operands or a float32 result."""
     built = case.program.case(case.id).build()
     out = built.tensors[case.program.outputs[0]]
     operands = differentiable(out) if out.dtype is DType.F32 and not out.is_empty else []
@@ -234,8 +234,8 @@ class _Slope(NamedTuple):
 
     Attributes:
         value: By the shorter steps.
-        doubt: How far that by longer steps is from it, and what rounding of results to float32 may do.
-        is_smooth: Whether the two agree: there is no kink, and nothing is rounded to a short type.
+        doubt: Difference from that by longer steps, plus the rounding error of results in float32.
+        is_smooth: Whether the two agree: there is no kink, and no rounding to a short type.
     """
 
     value: float
@@ -266,7 +266,7 @@ def _slope(loss: Loss, leaf: Tensor, array: npt.NDArray[np.float32], place: tupl
 
 
 def differentiable(out: Tensor) -> list[Tensor]:
-    """Return the f32 leafs that rules lead to from a result."""
+    """Return the f32 leafs that receive a gradient from a result by the ops' backward rules."""
     found: list[Tensor] = []
     seen, left = {out}, [out]
     while left:

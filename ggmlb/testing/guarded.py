@@ -91,7 +91,7 @@ class WatchedBuffer:
 
 @dataclass
 class Image:
-    """A program in memory.
+    """A program placed in watched memory.
 
     Attributes:
         watches: The watched memory.
@@ -171,7 +171,7 @@ class GuardedMemory:
         return Image(built, [watch])
 
     def lay(self, roots: list[Tensor]) -> tuple[list[Held], Buffer, int]:
-        """Place tensors with guards around them; return their places, the buffer, and its bytes in use."""
+        """Place tensors between guard bytes; return their byte ranges, the buffer, and its used bytes."""
         step = self._buft.alignment
         held, end = [], padded(GUARD, step)
         for tensor in roots:
@@ -196,7 +196,7 @@ class GuardedMemory:
 
 
 def read_back(tensor: Tensor, otherwise: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return a weight's bytes; `otherwise` if its memory does not keep them."""
+    """Return a weight's bytes; `otherwise` if its memory cannot be read back."""
     try:
         return tensor.get()
     except BackendError:

@@ -14,10 +14,10 @@ from ggmlb.inspect.html import escape
 
 
 def page(title: str, data: str) -> str:
-    """Return the page.
+    """Return the HTML page of results.
 
     Args:
-        title: Its heading.
+        title: The heading.
         data: JSON with the facts of `About` as `run`; and either `results`, as `formats.as_json` writes them,
             or `devices`, each with `name` and `figures`.
     """

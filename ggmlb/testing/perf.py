@@ -1,9 +1,9 @@
 """Mode `perf`: time, bandwidth and rate of ops, compared with the device's measured peaks.
 
-Sizes are those of a language model's layer on a GPU, and a quarter of that along each edge on a CPU.
+On a GPU, sizes are those of a language model's layer; on a CPU, rows and columns are a quarter of these.
 Weights of products with few columns are twice as wide and four times as high, to exceed caches. An op's
-limit is the longer of the time of its bytes at the copy's bandwidth and of its arithmetic at the
-product's rate.
+limit (roofline) is the longer of two times: its bytes at the bandwidth of a copy, its arithmetic at the
+rate of a product.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PerfCase:
 
     @property
     def ops(self) -> frozenset[str]:
-        """The names that select it: those of the same op in mode `test`."""
+        """Names of ops that select the case, as in mode `test`."""
         return _names(self)[1]
 
     def within(self, memory: str) -> PerfCase:
@@ -112,7 +112,7 @@ CASES: Final = tuple(PerfCase(p.fn, p.id, p.build) for record in RECORDS.values(
 
 
 def scale_of(device: Device) -> int:
-    """Return the scale of a device's cases: 4 on GPUs, 1 on CPUs."""
+    """Return the factor of the sizes of a device's cases, 4 on GPUs and 1 on CPUs."""
     return 4 if device.type in (DeviceType.GPU, DeviceType.IGPU) else 1
 
 
@@ -215,9 +215,9 @@ def _pattern(dtype: DType, n: int) -> bytes:
 
 
 def leaf_data(dtype: DType, ne: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of a leaf: a few random rows, repeated; i32 cycle through positions or experts.
+    """Return the bytes of a leaf for timings: a few random rows, repeated.
 
-    i64 are row numbers that are written to: each occurs once.
+    i32 elements cycle through 0 to 15, as positions or expert ids; i64 elements are distinct row indices.
     """
     n = math.prod(ne)
     if dtype in (I32, I64):

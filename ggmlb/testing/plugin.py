@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name in names:
         try:
             tasks = _tasks(config, name)
-        except UnknownDeviceError as error:  # a mistyped name is never a card that is absent
+        except UnknownDeviceError as error:  # mistyped: never skipped like an absent card
             raise pytest.UsageError(f"--ggmlb-device {name}: {error}") from None
         except (RegistryError, BackendUnavailable) as error:
             if config.getoption("--ggmlb-require"):
@@ -61,7 +61,7 @@ def ggmlb_runner() -> Iterator[Runner]:
 
 @pytest.fixture(scope="session")
 def ggmlb_xfails(pytestconfig: pytest.Config) -> Callable[[str], ExpectedFailures]:
-    """Session fixture: function from a device's name to its list of known failures."""
+    """Session fixture: a function that returns the known failures of the device of a given name."""
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.xfail import ExpectedFailures
 
@@ -75,7 +75,7 @@ def run_case(
     case: tuple[FamilyTask, str],
     properties: list[tuple[str, object]],
 ) -> CaseResult:
-    """Run one case and convert its outcome to pytest's.
+    """Run one case; skip, xfail or fail the pytest test by its outcome.
 
     Args:
         runner: Runs the case.

@@ -50,7 +50,7 @@ CONSTANTS: dict[str, type[IntEnum]] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Comparison of an output with ggml's; `nmse` is None if no error was measured."""
+    """Result of comparing an output with ggml's; `nmse` is None if no error was measured."""
 
     ok: bool
     nmse: float | None
@@ -156,7 +156,9 @@ class Case:
         try:
             result: Tensor = method(*(_argument(arg, tensors) for arg in step.args))
         except KeyError as error:
-            raise ArgumentError(f"case {self.id}: {step.fn} is given the unknown name {error}") from None
+            raise ArgumentError(
+                f"case {self.id}: {step.fn} is given {error}, which is no leaf, earlier result or constant"
+            ) from None
         return result
 
     def output(self, name: str) -> Spec:
@@ -213,7 +215,10 @@ def load_cases(path: str | Path) -> list[Case]:
             try:
                 cases.append(_case(json.loads(line), file.stem, archive))
             except (KeyError, TypeError, ValueError) as error:
-                raise ArgumentError(f"load_cases: {file}, line {number} is no case: {error!r}") from None
+                raise ArgumentError(
+                    f"load_cases: {file}, line {number} is not a case in the format of "
+                    f"tests/golden/README.md: {error!r}"
+                ) from None
     return cases
 
 

@@ -55,8 +55,8 @@ class CaseResult:
     time_s: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def told(self, outcome: Outcome, reason: str) -> CaseResult:
-        """Return the same result with another outcome."""
+    def with_outcome(self, outcome: Outcome, reason: str) -> CaseResult:
+        """Return a copy with another outcome and reason."""
         return replace(self, outcome=outcome, reason=reason)
 
     def as_dict(self) -> dict[str, Any]:

@@ -55,7 +55,9 @@ class Selection:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise ArgumentError(f"{self.pattern!r} is not a regular expression: {error}") from error
+            raise ArgumentError(
+                f"the pattern {self.pattern!r} is not a regular expression: {error}"
+            ) from error
         known = known_ops(self.mode)
         for op in self.ops:
             if op.lower() not in known:
@@ -69,7 +71,7 @@ class FamilyTask:
     """The cases of one family on one device: the unit of work of a process.
 
     Attributes:
-        memory: Where the op's first operand lies: a kind of memory for weights, or the device's own if empty.
+        memory: Name of the buffer type of the op's first operand; the device's own if empty.
     """
 
     device: str
@@ -117,7 +119,7 @@ def selections(modes: Sequence[str], ops: Sequence[str], pattern: str, limit: in
 
 
 def names_of(mode: str, family: str, memory: str = "") -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the ids of a family, each with the names of ops that select it."""
+    """Yield the id of each case of a family, with the op names that select it."""
     if mode == "behaviour":
         yield from ((name, frozenset({name})) for name in CHECKS[family])
     else:

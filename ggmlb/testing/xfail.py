@@ -52,9 +52,9 @@ class ExpectedFailures:
         if entry is None or not result.outcome.ran:
             return result
         if result.outcome is Outcome.FAILED:
-            return result.told(Outcome.XFAILED, f"{entry.reason} ({result.reason})")
+            return result.with_outcome(Outcome.XFAILED, f"{entry.reason} ({result.reason})")
         told = f"it passes, but is expected to fail ({entry.reason})"
-        return result.told(Outcome.XPASSED, f"{told}; remove {entry.pattern.pattern!r} from the list")
+        return result.with_outcome(Outcome.XPASSED, f"{told}; remove {entry.pattern.pattern!r} from the list")
 
 
 def _read(file: Path) -> list[tuple[str, str]]:
@@ -81,4 +81,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ArgumentError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ArgumentError(
+            f"the expected failure {pattern!r} is not a regular expression: {error}"
+        ) from error

@@ -11,7 +11,7 @@ import pytest
 
 from ggmlb import Backend, Context, Device, DType, Status, alloc_ctx_tensors
 from ggmlb.core.enums import NO_OPS
-from ggmlb.testing.cases import FAMILIES, Plain, Program, cases_of
+from ggmlb.testing.cases import FAMILIES, PlainChoices, Program, cases_of
 from tests.support.gpus import LLVM, OPENCL, device_fixture
 
 device = device_fixture(pytest.param("CPU", id="cpu"), LLVM, OPENCL)
@@ -80,7 +80,7 @@ def check(program: Program, streams: list[Backend], elsewhere: ThreadPoolExecuto
 def test_products_as_large_as_a_models_have_the_same_bits(
     dtype: str, n_rows: int, streams: list[Backend], elsewhere: ThreadPoolExecutor
 ) -> None:
-    program = Program(Plain(0))
+    program = Program(PlainChoices(0))
     weight, x = program.leaf(DType.parse(dtype), (256, 256)), program.leaf(DType.F32, (256, n_rows))
     program.out("rms_norm", program.step("mul_mat", weight, x), 1e-5)
     check(program, streams, elsewhere)

@@ -107,7 +107,7 @@ MISBEHAVIOUR = [
     (keeping(weights.MatricesUpsideDown), "weights", "weights_are_copied_in", "copied from the CPU: row"),
     (keeping(FloatBuffer, weights.too_small), "weights", "weights_do_not_touch_each_other", "reshape"),
     (storing(memory.MisalignedType), "memory", "alignment_is_kept", "begins at 0x"),
-    (storing(memory.NoNothing), "memory", "nothing_is_a_size", "ZeroDivisionError: 0 pages"),
+    (storing(memory.NoNothing), "memory", "empty_buffers_and_tensors", "ZeroDivisionError: 0 pages"),
     (storing(memory.OtherMemoryError), "memory", "too_much_is_an_allocation_error", "raised OverflowError"),
     (queueing(order.NeverWaits), "order", "synchronize_waits", "after synchronize"),
     (queueing(order.NeverWaits), "order", "graph_compute_waits", "after graph_compute"),

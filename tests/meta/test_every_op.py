@@ -8,7 +8,7 @@ from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.core.enums import Op
 from ggmlb.core.ops import SPECS
 from ggmlb.testing.cases import FAMILIES, cases_of
-from ggmlb.testing.compute import lenders
+from ggmlb.testing.compute import inplace_operands
 from ggmlb.testing.results import Outcome
 from ggmlb.testing.run import Runner, Selection, tasks
 from tests.meta.broken.ops import (
@@ -60,7 +60,7 @@ def nodes_in_lent_memory():
     """The nodes whose result an allocator may lay where an operand lies."""
     cases = (case for family in FAMILIES for case in cases_of(family))
     nodes = (case.program.case().build().graph.nodes[-1] for case in cases)
-    return [node for node in nodes if lenders(node)]
+    return [node for node in nodes if inplace_operands(node)]
 
 
 LENT = nodes_in_lent_memory()

@@ -172,9 +172,12 @@ def test_leafs_may_be_made_in_a_context_of_their_own():
     ("step", "part"),
     [
         (ProgramStep("y", "rms_nrom", ("$a", 1e-6)), "no function 'rms_nrom'; did you mean 'rms_norm'"),
-        (ProgramStep("y", "neg", ("$b",)), "neg is given the unknown name 'b'"),
-        (ProgramStep("y", "unary", ("$a", "#UNARY_OP_GULE")), "unary is given the unknown name 'GULE'"),
-        (ProgramStep("y", "unary", ("$a", "#UNITARY_OP_NEG")), "unary is given the unknown name"),
+        (ProgramStep("y", "neg", ("$b",)), "neg is given 'b', which is no leaf"),
+        (ProgramStep("y", "unary", ("$a", "#UNARY_OP_GULE")), "unary is given 'GULE', which is no leaf"),
+        (
+            ProgramStep("y", "unary", ("$a", "#UNITARY_OP_NEG")),
+            "unary is given 'UNITARY_OP_NEG', which is no leaf",
+        ),
     ],
 )
 def test_unknown_names(step, part):
@@ -213,7 +216,7 @@ def test_a_line_that_is_no_case(tmp_path, change):
         record["leafs"][0]["ne"] = [1, 2]
     bad = change if change.startswith("{") else json.dumps(record)
     (tmp_path / "x.jsonl").write_text(f"{line}\n{bad}\n")
-    with pytest.raises(ArgumentError, match="line 2 is no case"):
+    with pytest.raises(ArgumentError, match="line 2 is not a case"):
         load_cases(tmp_path)
 
 

@@ -93,7 +93,7 @@ def too_much_is_an_allocation_error(rig: Rig) -> None:
 
 
 @check("memory")
-def nothing_is_a_size(rig: Rig) -> None:
+def empty_buffers_and_tensors(rig: Rig) -> None:
     """Buffers and tensors of size 0 can be created, transferred, computed and freed."""
     buffer = rig.stream.alloc_buffer(0)
     expect(buffer.size >= 0, f"a buffer of 0 bytes has {buffer.size}")

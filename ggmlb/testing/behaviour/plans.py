@@ -33,11 +33,11 @@ def a_plan_can_be_computed_again(rig: Rig) -> None:
 
 
 WAYS = ("graph_plan_compute", "graph_plan_update", "graph_compute")
-"""Ways to compute a graph that was planned before."""
+"""Methods of `Backend` that compute a graph planned before."""
 
 
 def compute(rig: Rig, way: str, graph: Graph, plan: GraphPlan) -> GraphPlan:
-    """Compute a graph in one of the `WAYS`, and wait; return its plan."""
+    """Compute a planned graph by a method of `WAYS`, and wait; return its current plan."""
     if way == "graph_compute":
         rig.stream.graph_compute(graph)
         return plan

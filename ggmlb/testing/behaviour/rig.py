@@ -137,7 +137,7 @@ class Rig:
         return whole
 
     def room(self, tensor: Tensor) -> int:
-        """Return the bytes that a tensor needs in the device's memory, with alignment."""
+        """Return the bytes that a tensor takes in device memory, alignment included."""
         buft = self.stream.default_buffer_type
         return padded(buft.alloc_size(tensor), buft.alignment)
 
@@ -166,7 +166,7 @@ class Rig:
 
     @property
     def n_busy(self) -> int:
-        """Number of elements that keep the device busy."""
+        """Number of elements of an op that keeps the device busy for a while."""
         is_large = self.device.type in (DeviceType.GPU, DeviceType.IGPU)
         return LARGE_BUSY if is_large and self.device.memory[0] > 1 << 31 else SMALL_BUSY
 

@@ -99,7 +99,7 @@ def _compare(
 
 
 def _expect_bytes(weight: Tensor, blocks: npt.NDArray[np.uint8], what: str) -> None:
-    """Compare a weight's bytes; memory that does not keep them must raise `BackendError`."""
+    """Compare a weight's bytes; memory that cannot be read back must raise `BackendError`."""
     try:
         got = weight.get()
     except BackendError:
@@ -122,7 +122,7 @@ def memory_for_weights_is_sound(rig: Rig) -> None:
 
 @check("weights")
 def weights_give_right_products(rig: Rig) -> None:
-    """Products with a weight in such memory are right; its bytes can be read, or reading raises."""
+    """Products with a weight in such memory are right; reading returns its bytes, or raises."""
     for buft in _memories(rig):
         taken = 0
         for kind in KINDS:
@@ -171,7 +171,7 @@ def weights_do_not_touch_each_other(rig: Rig) -> None:
 
 @check("weights")
 def weights_are_copied_in(rig: Rig) -> None:
-    """A weight can be copied from the CPU's and the device's memory, and back if its bytes are kept."""
+    """A weight can be copied from CPU and device memory; and back, if its memory can be read back."""
     cpu, other = rig.cpu(), rig.new_stream()
     for buft in _memories(rig):
         for kind in KINDS:
@@ -187,7 +187,7 @@ def weights_are_copied_in(rig: Rig) -> None:
                 told = f"the bytes of {weight.describe()} in {buft.name}, copied to {where}"
                 try:
                     tensor_copy(weight, back)
-                except BackendError:  # it keeps values
+                except BackendError:  # it cannot be read back
                     continue
                 expect_equal(back.get(), blocks, told)
                 back.memset(0)
@@ -202,14 +202,14 @@ def weights_are_copied_in(rig: Rig) -> None:
 
 @check("weights")
 def any_bytes_of_weights_are_written_and_read(rig: Rig) -> None:
-    """Memory that keeps a weight's bytes reads and writes any range of them."""
+    """Any range of a weight's bytes can be read and written, if its memory can be read back."""
     for buft in _memories(rig):
         for kind in KINDS:
             (weight,) = _weights(rig, buft, kind)
             weight.set(_blocks(kind))
             try:
                 weight.get()
-            except BackendError:  # it keeps values
+            except BackendError:  # it cannot be read back
                 continue
             blocks = _blocks(kind).copy()
             weight.set(blocks[:200], 1003)
@@ -250,7 +250,7 @@ def a_scheduler_leaves_products_where_weights_are(rig: Rig) -> None:
 
 
 @check("weights")
-def memory_for_weights_ends(rig: Rig) -> None:
+def weight_allocation_errors(rig: Rig) -> None:
     """Too large a weight raises `AllocationError`, a freed one `FreedError`."""
     for buft in _memories(rig):
         huge = Context().new_tensor(DType.F32, (1 << 30, 1 << 20), "huge")

@@ -25,9 +25,9 @@ def _drawn_mean(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne:
     """Write every `nth` row of a sum of halves; raise unless arrays and share of work are as documented."""
     found = [array.shape for array in (dst, *operands)]
     if any(shape != ne[::-1] for shape in found):
-        raise ValueError(f"arrays have the shapes {found}; all tensors have ne {list(ne)}")
+        raise ValueError(f"arrays have the shapes {found}; all must have {ne[::-1]}")
     if not 0 <= ith < nth:
-        raise ValueError(f"the share is {ith} of {nth}")
+        raise ValueError(f"ith is {ith} and nth is {nth}; ith must be 0 to nth - 1")
     rows = dst[:, :, ith::nth]
     total = np.zeros(rows.shape, np.float32)
     for array in operands:

@@ -1,4 +1,4 @@
-"""The kit's record of each op: programs that test it, a small node of it for the table, nodes to time.
+"""The kit's record of each op: test programs, sample nodes for `ggmlb ops`, and timed cases.
 
 `ggmlb test`, `ggmlb ops` and the benchmarks read `RECORDS`. The op itself (parameters, shape, gradient) is
 recorded in `ggmlb.core.ops`.
@@ -44,13 +44,13 @@ class Perf:
 
     @property
     def id(self) -> str:
-        """As mode `perf` names it."""
+        """Name of the case in mode `perf`."""
         return f"{self.fn}({self.text})"
 
 
 @dataclass(slots=True)
 class OpRecord:
-    """What the kit knows of an op.
+    """Test programs, sample nodes and timed cases of an op.
 
     Attributes:
         samples: A small node for each type of its main operand, by the name that `ggmlb ops` shows.
@@ -76,7 +76,7 @@ def cases(
     name: str = "",
     of_ggml: bool = True,
 ) -> Callable[[Family], Family]:
-    """Record samples and timings of an op, and, as a decorator, a family of programs.
+    """Register sample nodes and timed cases of an op; as a decorator, also a family of programs.
 
     Args:
         op: The op.
@@ -98,7 +98,7 @@ def cases(
     return add
 
 
-# -- nodes for samples and timings ---
+# -- nodes for samples and timed cases ---
 
 
 ROW: Final = 256
@@ -121,12 +121,12 @@ def i32(c: Context, *ne: int) -> Tensor:
 
 
 def rows(c: Context, scale: int, dtype: DType = F32, n: int = 512) -> Tensor:
-    """A leaf for timings, with rows as long as a layer is wide."""
+    """A leaf for timed cases, with `n` rows of `1024 * scale` elements, a layer's width."""
     return c.new_tensor(dtype, (1024 * scale, n))
 
 
 def on_main(fn: str, *args: Any) -> Sample:
-    """A sample: a method of `Context`, on the main operand and other arguments."""
+    """Return a sample: a call of a `Context` method with the main operand and `args`."""
 
     def build(c: Context, dtype: DType) -> Tensor:
         node: Tensor = getattr(c, fn)(main(c, dtype), *args)
@@ -136,7 +136,7 @@ def on_main(fn: str, *args: Any) -> Sample:
 
 
 def on_rows(fn: str, *args: Any) -> Perf:
-    """A timing: a method of `Context`, on f32 rows as long as a layer is wide and other arguments."""
+    """Return a timed case: a call of a `Context` method with f32 `rows` and `args`."""
 
     def build(c: Context, scale: int) -> Tensor:
         node: Tensor = getattr(c, fn)(rows(c, scale), *args)
