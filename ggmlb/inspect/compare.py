@@ -75,7 +75,7 @@ def _clones(graph: Graph) -> dict[Tensor, Tensor]:
 
 @checked
 def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:
-    """Copy an allocated graph with its data to a backend; results do not reuse the memory of operands.
+    """Copy an allocated graph with its data to a backend, without reuse of memory among tensors.
 
     Raises:
         AllocationError: The backend's device lacks room.

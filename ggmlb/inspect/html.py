@@ -44,7 +44,7 @@ class Raw(str):
 
 
 def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
-    """Return HTML of a title line and a table of facts, followed by `bodies`, which are HTML."""
+    """Return HTML of a title, a table of facts, and `bodies`, which are HTML."""
     rows = "".join(
         f'<tr><td style="{_CELL};{_PALE}">{escape(name)}</td><td style="{_CELL}">{_text(value)}</td></tr>'
         for name, value in facts.items()
@@ -55,7 +55,7 @@ def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], n_rows: int = MAX_ROWS) -> str:
-    """Return an HTML table with a header; of the rows beyond `n_rows`, only the number is shown."""
+    """Return an HTML table with a header; rows beyond `n_rows` are omitted, but counted."""
     lines = list(rows)
     head = "".join(f'<th style="{_CELL};{_PALE};font-weight:normal">{escape(c)}</th>' for c in columns)
     body = "".join(

@@ -80,7 +80,7 @@ class KitCase:
 
 
 class PlainChoices:
-    """Takes the first alternative of each choice, except of at most one, for the plainest programs.
+    """Takes the first alternative of each choice, except of at most one.
 
     Args:
         seed: Seed of random numbers.
@@ -120,7 +120,7 @@ class PlainChoices:
         return [*items[1:], *items[:1]]
 
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
-        """Return extents of a matrix: 2 or more, then ones."""
+        """Return extents of a matrix, none of 1."""
         rows = [max(2, self.integer(1, n)) for n in limits[:2]]
         return [*rows, *(1 for _ in limits[2:])]
 
@@ -160,7 +160,7 @@ class CoveringChoices:
         return float(np.float32(self.random.uniform(low, high)))
 
     def pick(self, n: int) -> int:
-        """Return the alternative drawn least often for this choice, at random among equals."""
+        """Return the least-used alternative of this choice, at random among equals."""
         used = self.used.setdefault((self.n_picks, n), Counter())
         self.n_picks += 1
         fewest = min(used[i] for i in range(n))

@@ -53,7 +53,7 @@ def supported_types(device: Device, name: str) -> list[DType]:
 
 
 def brief(types: Iterable[DType]) -> str:
-    """Return the types as text, with one word for a complete family, as `"all quantised"`."""
+    """Return the types as text; a complete family is one word, as `"floats"`."""
     left = list(types)
     words = []
     for word, family in TYPE_FAMILIES.items():

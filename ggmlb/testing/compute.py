@@ -170,7 +170,7 @@ class Bench(Freeable):
 
 
 def inplace_operands(node: Tensor) -> list[int]:
-    """Return the indices of operands, except views, whose memory an allocator may reuse for the result."""
+    """Return the operands, except views, whose memory an allocator may reuse for the result."""
     n = SPECS[node.op].inplace if node.view_src is None and not node.is_empty else 0
     roots = [None if s is None else s.view_src or s for s in node.src]
     return [
@@ -219,7 +219,7 @@ def _expected(reference: Backend, memory: ProgramMemory, case: KitCase) -> Case:
 def _run(stream: Backend, image: Image) -> None:
     status = stream.graph_compute(image.built.graph)
     if status is not Status.SUCCESS:
-        raise Error(f"graph_compute returned {status!r} instead of {Status.SUCCESS!r}")
+        raise Error(f"graph_compute returned {status!r}, not SUCCESS")
 
 
 def _compute(stream: Backend, image: Image) -> tuple[str, float | None]:

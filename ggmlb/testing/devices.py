@@ -18,7 +18,7 @@ _META = re.compile(r"Meta\((.*)\)", re.IGNORECASE)
 
 
 class UnknownDeviceError(RegistryError):
-    """The name is of no backend (mistyped); for an absent card of a known one, see `RegistryError`."""
+    """No known backend has the name; if only the card is absent, the error is a `RegistryError`."""
 
 
 def device_named(name: str) -> Device:

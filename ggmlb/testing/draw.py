@@ -1,7 +1,7 @@
-"""Generation of test programs: leafs, views that give them memory layouts, and the tested op.
+"""Generation of test programs: leafs, views that lay them out in memory, and the tested op.
 
-A family is a function that generates such programs (`ggmlb.testing.ops`). A `Choices` object makes its
-choices: the kit's covers all alternatives (`cases.py`), hypothesis's draws at random and shrinks.
+A family is a function that draws such programs (`ggmlb.testing.ops`). A `Choices` object makes its choices:
+the kit's covers all alternatives (`cases.py`), hypothesis's draws at random and shrinks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Output = tuple[int, "tuple[int, ...]", bytes]
 
 
 class Choices(Protocol):
-    """Makes the choices of a family: numbers, alternatives, orders and extents."""
+    """Makes the choices of a family of programs."""
 
     beyond: bool
     """Whether types and layouts that ggml's CPU backend does not support are allowed."""
@@ -140,7 +140,7 @@ class Program:
         return self.choices.integer(low, high)
 
     def extra(self, low: Integer, high: Integer) -> Integer:
-        """Return `int(low, high)`, but `low` in plain programs; for repeats, batches, strides, paddings."""
+        """Return a number for repeats, batches, strides or paddings; `low` in plain programs."""
         return low if self.choices.plain else self.int(low, high)
 
     def float(self, low: Number, high: Number) -> Number:
@@ -152,7 +152,7 @@ class Program:
         return Truth(self.choices.pick(2))
 
     def one_of(self, *choices: Any, beyond: tuple[Any, ...] = ()) -> Any:
-        """Return one of the choices, or of those in `beyond`, which ggml's CPU backend does not support."""
+        """Return one of the choices; `beyond` has those that ggml's CPU backend lacks."""
         if self.choices.beyond:
             choices += beyond
         return choices[self.choices.pick(len(choices))] if len(choices) > 1 else choices[0]
@@ -221,19 +221,19 @@ class Program:
         return self.step("view_4d", self.leaf(dtype, large, **values), *ne, *nb, offset)
 
     def step(self, fn: str, *args: Any) -> str:
-        """Add a call of a function that returns a tensor; return the tensor's name."""
+        """Add a call that returns a tensor; return its name."""
         name = f"y{len(self.steps)}"
         self.steps.append(ProgramStep(name, fn, args))
         self.texts[name] = f"{fn}({','.join(map(self._text, args))})"
         return f"${name}"
 
     def void(self, fn: str, *args: Any) -> None:
-        """Add a call of a function that changes its first argument."""
+        """Add a call that changes its first argument."""
         self.steps.append(ProgramStep(None, fn, args))
         self.texts[args[0][1:]] += f"+{fn}({','.join(map(self._text, args[1:]))})"
 
     def out(self, fn: str, *args: Any) -> str:
-        """Add a call of a function whose result is compared; return its name."""
+        """Add a call whose result is compared; return its name."""
         result = self.step(fn, *args)
         self.compare(result)
         return result
@@ -336,7 +336,7 @@ def tolerance(*dtypes: DType) -> float:
 
 
 def window(p: Program, dtype: DType) -> tuple[str, str, tuple[int, ...], int]:
-    """Draw a tensor and a smaller one; return both, and strides and offset of a window of its size."""
+    """Draw a tensor, a smaller one, and strides and offset of a window of the latter's size."""
     size = dtype.type_size
     small = p.ne(20, 4, 3, 2)
     more = [p.int(0, 4), p.int(0, 2), p.int(0, 2), p.int(0, 1)]

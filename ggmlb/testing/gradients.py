@@ -169,7 +169,7 @@ class GradientBench(Freeable):
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with a loss to differentiate.
+    """A case with a loss.
 
     Attributes:
         built: The case.
@@ -266,7 +266,7 @@ def _slope(loss: Loss, leaf: Tensor, array: npt.NDArray[np.float32], place: tupl
 
 
 def differentiable(out: Tensor) -> list[Tensor]:
-    """Return the f32 leafs that receive a gradient from a result by the ops' backward rules."""
+    """Return the f32 leafs for which a result has a gradient."""
     found: list[Tensor] = []
     seen, left = {out}, [out]
     while left:

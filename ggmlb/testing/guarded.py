@@ -91,7 +91,7 @@ class WatchedBuffer:
 
 @dataclass
 class Image:
-    """A program placed in watched memory.
+    """A program in memory that is checked for stray writes.
 
     Attributes:
         watches: The watched memory.

@@ -111,4 +111,4 @@ class _MemoryDevice(Device):
         return "it has memory only"
 
     def _fail(self) -> NoReturn:
-        raise BackendError(f"{self.name} is memory for tests without a backend; only allocate in it")
+        raise BackendError(f"{self.name} is memory for tests, without a backend")

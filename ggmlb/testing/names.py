@@ -6,6 +6,6 @@ import re
 
 
 def device_names(text: str) -> list[str]:
-    """Split a comma-separated list of device names; `"CPU, Meta(OpenCL0,OpenCL1)"` has two."""
+    """Split a comma-separated list of names; `"CPU, Meta(OpenCL0,OpenCL1)"` has two."""
     parts = re.split(r",(?![^(]*\))", text)
     return [part.strip() for part in parts if part.strip()]

@@ -112,7 +112,7 @@ CASES: Final = tuple(PerfCase(p.fn, p.id, p.build) for record in RECORDS.values(
 
 
 def scale_of(device: Device) -> int:
-    """Return the factor of the sizes of a device's cases, 4 on GPUs and 1 on CPUs."""
+    """Return the scale of a device's sizes: 4 on GPUs, 1 on CPUs."""
     return 4 if device.type in (DeviceType.GPU, DeviceType.IGPU) else 1
 
 

@@ -61,7 +61,7 @@ def ggmlb_runner() -> Iterator[Runner]:
 
 @pytest.fixture(scope="session")
 def ggmlb_xfails(pytestconfig: pytest.Config) -> Callable[[str], ExpectedFailures]:
-    """Session fixture: a function that returns the known failures of the device of a given name."""
+    """Session fixture: function that returns the known failures of a named device."""
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.xfail import ExpectedFailures
 

@@ -54,7 +54,7 @@ class Ranges:
         return self._cells[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, stop)]
 
     def settled(self, start: int, stop: int, known: Clock) -> Iterator[tuple[int, int]]:
-        """Yield the runs of bytes from `start` to `stop` whose last write is done by the clock `known`."""
+        """Yield the byte runs from `start` to `stop` whose last write happened before the clock `known`."""
         begin = None
         for i in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)):
             write = self._cells[i].write

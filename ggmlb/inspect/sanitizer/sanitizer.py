@@ -223,7 +223,7 @@ class Sanitizer(Observer):
             waiter = self._stream(action.stream).name
             raise SanitizerError(
                 f"{waiter} waits at {_caller()} for an event of {event.device.name} that was never recorded, "
-                "and does not wait; first record it on the stream to wait for",
+                "so that nothing is waited for; record it first, on the stream to wait for",
                 kind="unrecorded",
             )
 

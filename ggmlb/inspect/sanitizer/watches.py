@@ -64,7 +64,7 @@ class Watches:
         self._data.append(Watch(stamp, memory, checksum(memory), is_data=True))
 
     def read(self, access: Access, stamp: Stamp, ranges: Ranges, known: Clock) -> Watch | None:
-        """Watch the memory that queued work reads, where earlier queued writes to it are done.
+        """Watch the memory that queued work reads, except bytes with a pending write.
 
         Returns:
             A watch of the same stream on the same bytes whose memory has changed; it is removed.

@@ -115,11 +115,11 @@ class MetaBuffer(PartedBuffer):
         super().__init__(buft, parts, size)
 
     def state(self, root: Tensor) -> SplitState:
-        """Return the split state of a tensor in this buffer; `root` must not be a view."""
+        """Return the split state of a tensor in this buffer that is not a view."""
         return self.buft.device.state(root)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
-        """Return each device's slice of a tensor in this buffer; `root` must not be a view."""
+        """Return each device's slice of a tensor in this buffer that is not a view."""
         places = self.static.get(root)
         if places is not None and root.op is Op.NONE:
             return places
@@ -136,8 +136,8 @@ class MetaBuffer(PartedBuffer):
     def _init_tensor(self, tensor: Tensor) -> None:
         if self.static and tensor.view_src is None:
             raise ArgumentError(
-                f"{tensor.describe()} cannot be placed in this {self.name} buffer, which is full of weights; "
-                "allocate another buffer"
+                f"{tensor.describe()} cannot be placed in this {self.name} buffer, which holds weight slices "
+                "only; allocate another buffer"
             )
 
     def _reset(self) -> None:

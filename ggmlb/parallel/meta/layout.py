@@ -2,8 +2,8 @@
 
 A contiguous tensor cut along axis `a` is a sequence of *blocks*, one for each index of the dimensions
 above `a`. A block is `ne[a]` *units* of all elements below `a`. A device holds consecutive units of each
-block. Each dimension of a view steps by units, by blocks, or within a unit; on a device, the first kind has
-another extent, and the second another stride.
+block. Each dimension of a view steps by units, by blocks, or within a unit. On a device, blocks have fewer
+units, and are therefore shorter.
 """
 
 from __future__ import annotations

@@ -70,12 +70,12 @@ class MetaPlan(GraphPlan):
         return len(self._gathers)
 
     def reduction(self, parts: Slices, has_part: Sequence[bool]) -> AllReduce:
-        """Create an all-reduce that the plan owns; devices without a part only receive the sum."""
+        """Create an all-reduce sum that the plan owns."""
         self._reductions.append(self.backend.communicator.sum_of(parts, has_part))
         return self._reductions[-1]
 
     def gather(self, root: Tensor) -> Gather:
-        """Create a gather that the plan owns, with memory for the whole tensor on each device."""
+        """Create a gather that the plan owns, with memory for the whole on each device."""
         self._gathers.append(Gather(self.backend.backends, root))
         return self._gathers[-1]
 

@@ -40,7 +40,7 @@ class MetaCommunicator:
         return self._allreduce is not None and bool(self._allreduce(self._comm, list(parts)))
 
     def receive_buffer(self, j: int, nbytes: int) -> Buffer:
-        """Return device `j`'s buffer for parts of other devices, at least `nbytes` bytes.
+        """Return device `j`'s buffer for received parts, at least `nbytes` bytes.
 
         Sums share it, because they run in order; it is freed with the last of them.
         """
@@ -57,7 +57,7 @@ class MetaCommunicator:
 
 
 class AllReduce:
-    """A prepared all-reduce sum; calling it queues the sum.
+    """A prepared all-reduce sum, queued by each call.
 
     Without the backend's functions it is a butterfly: in each of log2(n) steps, pairs of devices exchange
     their sums and add. Devices beyond a power of two add their parts before and receive the sum

@@ -57,7 +57,7 @@ def split_by(n: int, weights: Sequence[float], granularity: int = 1) -> tuple[in
     if n < 0 or granularity < 1 or n % granularity or total <= 0 or min(weights) < 0:
         raise ArgumentError(
             f"{n} elements cannot be sharded in multiples of {granularity} by the weights {list(weights)}; "
-            "give a multiple, and weights of 0 or more with a sum above 0"
+            "give a multiple, and weights of 0 or more"
         )
     units, done, parts = n // granularity, 0.0, [0]
     for weight in weights:

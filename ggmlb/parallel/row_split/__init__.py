@@ -3,8 +3,8 @@
 memory.py     the buffer type, and how rows are sharded
 product.py    the devices' shares of a product, and the collection of results
 
-Any backend can offer it: its main device supports the buffer type, declines the nodes that `declines` does,
-and computes each node with `is_split` by a `RowSplitProduct`, in its stream's order.
+Any backend can offer it: its main device supports the buffer type, calls `declines` here in
+`Device.declines`, and computes each node with `is_split` by a `RowSplitProduct`, in its stream's order.
 """
 
 from ggmlb.parallel.row_split.memory import SplitBuffer, SplitBufferType, split_buffer_type

@@ -57,7 +57,7 @@ class Helpers:
         return tuple(self._streams.values())
 
     def on(self, device: Device, main: Backend) -> Backend:
-        """Return `main` for its own device, else the helper stream on the device."""
+        """Return `main` for its own device, else a helper stream."""
         if device is main.device:
             return main
         if device not in self._streams:

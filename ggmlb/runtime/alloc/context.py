@@ -105,7 +105,7 @@ def alloc_ctx_tensors(
 
 
 def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
-    """Place a list of tensors in a new buffer, as `alloc_ctx_tensors` does for a context."""
+    """Place a list of tensors in a new buffer, like `alloc_ctx_tensors`."""
     roots, views = _unplaced(tensors)
     with _all_or_nothing([*roots, *views]) as buffers:
         whole = buft.place_tensors(roots)

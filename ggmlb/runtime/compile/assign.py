@@ -63,10 +63,10 @@ class AssignRules:
         return known
 
     def kinds(self, graph: IndexedGraph) -> list[int]:
-        """Return a number for each tensor, equal for nodes that a device supports all or none of.
+        """Return the kind of each tensor, as a number: a device supports all nodes of a kind or none.
 
-        They agree in op, parameters, and in flags, layouts and memory of node and operands, so that
-        `answers` holds across graphs. In graphs with custom functions, all numbers differ.
+        Nodes of a kind agree in op, parameters, and in flags, layouts and memory of node and operands,
+        so that `answers` holds across graphs. In graphs with custom functions, all kinds differ.
         """
         if max(len(self._kinds), *map(len, self.answers)) > MAX_KINDS:
             self._kinds.clear()

@@ -19,7 +19,7 @@ from ggmlb.runtime.compile.split import Split
 
 
 def insert_copies(user: IndexedGraph, ids: list[int], splits: Sequence[Split]) -> IndexedGraph:
-    """Return the graph with copies, in the order of execution; set `ordered` and `order` of the splits.
+    """Return the graph with copies, in execution order; also sort the nodes of each split.
 
     Args:
         user: The user's graph.
@@ -133,7 +133,7 @@ class _CopiedGraph(IndexedGraph):
 def with_tensors(
     graph: IndexedGraph, user: Sequence[Tensor], splits: Sequence[Split], c: int
 ) -> list[Tensor]:
-    """Return the tensors by number, where nodes read the given user's tensors and the c-th copies."""
+    """Return the tensors by number; nodes are cloned to read the user's tensors and copy `c` of inputs."""
     tensors = [*user, *graph.tensors[len(user) :]]
     if len(tensors) > len(user):
         inputs = [item for split in splits for item in split.inputs if len(item.copies) > 1]

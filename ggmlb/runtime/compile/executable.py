@@ -132,7 +132,7 @@ class Executable:
     # -- places --------------------------------------------------------------------------------
 
     def allocate(self, allocator: GraphAllocator) -> None:
-        """Choose buffer and offset of all tensors, unless the current ones are still valid.
+        """Choose buffer and offset of all tensors, unless still valid.
 
         Raises:
             AllocationError: A device lacks room.
@@ -170,7 +170,7 @@ class Executable:
         self.is_placed = True
 
     def release(self) -> None:
-        """Remove the placement of the bound tensors, except of those moved since."""
+        """Remove the placement of the bound tensors that were not moved."""
         tensors, buffers, offsets = self.graph.tensors, self.buffers, self.offsets
         for i in self._owned:
             tensor = tensors[i]

@@ -214,7 +214,7 @@ class IndexedGraph:
         return itemgetter(*self.sources, -1, -1), itemgetter(*self.bases, -1, -1)
 
     def bind(self, tensors: list[Tensor]) -> None:
-        """Replace the tensors by those of an equal graph, by number."""
+        """Take the tensors of an equal graph, by number."""
         self.tensors = tensors
         self.__dict__.pop("numbers", None)
 
@@ -259,7 +259,7 @@ class IndexedGraph:
 
     @cached_property
     def flagged(self) -> list[int]:
-        """Numbers of the tensors flagged as input, output or parameter (`PLACE_FLAGS`)."""
+        """Numbers of the tensors flagged as input, output or parameter."""
         matter = {flags for flags in {*self.flags} if flags & PLACE_FLAGS}
         return [i for i, flags in enumerate(self.flags) if flags in matter]
 
@@ -276,7 +276,7 @@ class IndexedGraph:
 
     @cached_property
     def writes(self) -> dict[int, list[int]]:
-        """Numbers of the other tensors whose memory a node overwrites, by the node's number."""
+        """For each in-place node, the numbers of the tensors whose memory it overwrites."""
         bases, ops, roots = self.bases, self.ops, self.roots
         found = {i: [bases[i]] for i in self.work if bases[i] >= 0}
         for op in {*ops} & _ALSO_WRITING:
@@ -287,7 +287,7 @@ class IndexedGraph:
 
     @cached_property
     def written(self) -> set[int]:
-        """Numbers of the tensors in whose memory other nodes write (the values of `writes`)."""
+        """Numbers of the tensors whose memory in-place nodes overwrite."""
         return set(chain.from_iterable(self.writes.values()))
 
     @cached_property
@@ -324,7 +324,7 @@ _NO_PARAMS: dict[str, Any] = {}
 
 
 def is_compute(buffer: Buffer) -> bool:
-    """Whether a buffer is compute memory (`BufferUsage.COMPUTE`), which graphs reuse."""
+    """Whether a buffer is compute memory, which graphs reuse."""
     return buffer._usage is BufferUsage.COMPUTE  # of a freed buffer too
 
 

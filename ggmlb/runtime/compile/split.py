@@ -140,7 +140,7 @@ class Split:
 
     @property
     def plan(self) -> GraphPlan | None:
-        """The plan for the first copies; `None` until computed."""
+        """The plan that reads copy 0 of the inputs, if made."""
         return self.plans[0]
 
     def __repr__(self) -> str:

@@ -45,7 +45,7 @@ class ExecutableCache:
         return executable
 
     def find(self, graph: Graph, user: Mapping[Tensor, int]) -> Executable | None:
-        """Return the cached executable of an equal graph, and bind it to this graph.
+        """Return the cached executable of an equal graph, bound to this one.
 
         Args:
             graph: The graph; tensors in compute memory do not match (see `compile`).
@@ -87,12 +87,12 @@ class ExecutableCache:
         return executable, True
 
     def keep(self, graph: Graph, executable: Executable) -> None:
-        """Remember the executable of a placed graph object, with `keep_graphs` only."""
+        """Remember the executable of a placed graph, if `keep_graphs`."""
         if self.keep_graphs:
             self._kept[graph] = executable
 
     def drop(self, of: Executable | Tensor) -> None:
-        """Forget the graph objects bound to an executable, or containing a tensor."""
+        """Forget the kept graphs of an executable, or those with a tensor."""
         for graph, executable in list(self._kept.items()):
             if of in graph if isinstance(of, Tensor) else of is executable:
                 del self._kept[graph]

@@ -119,7 +119,7 @@ class Executor:
         return Status.SUCCESS
 
     def synchronize(self) -> None:
-        """Wait for all backends that queue work, and return to the first copies."""
+        """Wait for all backends that queue work; the next computation uses copy 0 of the inputs."""
         for backend, is_async in zip(self._backends, self._is_async, strict=True):
             if is_async or observers:
                 backend.synchronize()

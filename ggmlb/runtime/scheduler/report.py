@@ -1,4 +1,4 @@
-"""Reports on a scheduler's graph: device and cause of each node, memory, and splits as text."""
+"""Reports of a scheduler: placement of each node, memory, and splits as text."""
 
 from __future__ import annotations
 

@@ -401,7 +401,7 @@ class Scheduler(Freeable):
         return status
 
     def graph_compute_async(self, graph: Graph) -> Status:
-        """Queue a graph, allocating it first if needed; an earlier graph then loses its placement.
+        """Queue a graph, allocated if needed; an earlier graph then loses its placement.
 
         Computing the same graph again does not plan again. Inputs may be overwritten when this returns.
         It waits for the device only if an input is in device memory because the user placed or requested

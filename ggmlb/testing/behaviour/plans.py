@@ -37,7 +37,7 @@ WAYS = ("graph_plan_compute", "graph_plan_update", "graph_compute")
 
 
 def compute(rig: Rig, way: str, graph: Graph, plan: GraphPlan) -> GraphPlan:
-    """Compute a planned graph by a method of `WAYS`, and wait; return its current plan."""
+    """Compute a planned graph by a method of `WAYS`, and wait; return its plan."""
     if way == "graph_compute":
         rig.stream.graph_compute(graph)
         return plan

@@ -166,7 +166,7 @@ class Rig:
 
     @property
     def n_busy(self) -> int:
-        """Number of elements of an op that keeps the device busy for a while."""
+        """Number of elements of an op that keeps the device busy."""
         is_large = self.device.type in (DeviceType.GPU, DeviceType.IGPU)
         return LARGE_BUSY if is_large and self.device.memory[0] > 1 << 31 else SMALL_BUSY
 

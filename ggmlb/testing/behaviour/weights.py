@@ -122,7 +122,7 @@ def memory_for_weights_is_sound(rig: Rig) -> None:
 
 @check("weights")
 def weights_give_right_products(rig: Rig) -> None:
-    """Products with a weight in such memory are right; reading returns its bytes, or raises."""
+    """Products with a weight in memory for weights are right; reading returns its bytes, or raises."""
     for buft in _memories(rig):
         taken = 0
         for kind in KINDS:

@@ -26,7 +26,7 @@ from ggmlb.testing.ops.record import Perf, cases, f32, main, on_main
 
 
 def conv_values(kernel: DType) -> Any:
-    """Return the range of random values: ggml rounds data to the kernel's type, so sums must not cancel."""
+    """Return a range of mostly positive values, so that sums do not cancel if ggml rounds to f16."""
     return LOPSIDED if kernel is F32 else POSITIVE
 
 
@@ -42,7 +42,7 @@ def geometry(p: Program, rank: int) -> tuple[Extents, Extents, Extents, Extents,
 
 
 def window_places(n: Extents, k: Extents, s: Extents, q: Extents, d: Extents) -> Extents:
-    """Return a convolution's output extents for data, kernel, strides, paddings and dilations."""
+    """Return the output extents of a convolution or pooling."""
     return tuple((n + 2 * q - d * (k - 1) - 1) // s + 1 for n, k, s, q, d in zip(n, k, s, q, d, strict=True))
 
 
