@@ -72,11 +72,13 @@ def facts_of(device: Device) -> dict[str, str]:
     reg = device.reg
     return {
         "device": device.name,
-        "description": _told(lambda: device.description),
+        "description": _text_of(lambda: device.description),
         "type": device.type.value,
         "backend": f"{reg.name} {_version_of(type(reg).__module__)}".strip(),
-        "driver": _told(lambda: _answer(reg, DRIVER, device)) or "none",
-        "features": _told(lambda: ", ".join(" ".join(of) for of in _answer(reg, "get_features", reg) or ())),
+        "driver": _text_of(lambda: _answer(reg, DRIVER, device)) or "none",
+        "features": _text_of(
+            lambda: ", ".join(" ".join(of) for of in _answer(reg, "get_features", reg) or ())
+        ),
     }
 
 
@@ -86,7 +88,7 @@ def _answer(reg: BackendReg, name: str, of: object) -> Any:
     return None if ask is None else ask(of)
 
 
-def _told(ask: Callable[[], Any]) -> str:
+def _text_of(ask: Callable[[], Any]) -> str:
     """Return an answer as text, or the error's message, so that a faulty backend can still be tested."""
     try:
         return str(ask() or "")
@@ -104,7 +106,7 @@ def revision() -> str:
     except (metadata.PackageNotFoundError, ValueError, AttributeError):
         pass
     root = Path(ggmlb.__file__).parents[1]
-    if not (root / ".git").exists():  # another project's, in whose folder ggmlb is installed, says nothing
+    if not (root / ".git").exists():  # a git repository further up is another project's
         return "unknown"
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -98,5 +98,5 @@ def _op_of_sample(name: str) -> str:
 
 
 def _op(result: CaseResult) -> str:
-    name = result.id.partition(" in ")[0]  # in whichever memory its weight is
+    name = result.id.partition(" in ")[0]  # without the buffer type of the weight
     return next((case.op for case in cases_of(result.family) if case.id == name), "")

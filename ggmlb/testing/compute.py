@@ -92,7 +92,7 @@ class Bench(Freeable):
         try:
             built = expected.build()
             image, why = self._placed(case, built)
-            why = why or refusal(self.device, built)  # which may depend on the memory of a weight
+            why = why or refusal(self.device, built)  # it may depend on the memory of a weight
             if image is None or (case.memory and why):
                 return Outcome.SKIPPED, f"not supported: {why}", None
             for run in RUNS if image.keeps_inputs else RUNS[:1]:

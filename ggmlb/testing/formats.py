@@ -123,7 +123,7 @@ class JunitReport:
         self._out.seek(place)
         self._out.write(text)
         self._out.flush()
-        self._out.seek(0, io.SEEK_END)  # whatever else writes to the file must not do so in the middle
+        self._out.seek(0, io.SEEK_END)  # for other writers, which must append
 
 
 class _Suite:

@@ -220,7 +220,7 @@ def gradients(problem: Problem, graph: Graph, scheduler: Scheduler) -> list[npt.
     graph.reset()
     graph.node(WEIGHTS).set_array(problem.values)
     for leaf in built.case.leafs:
-        if built.tensors[leaf.name].buffer is not None:  # of some ops, only the shape of an operand is read
+        if built.tensors[leaf.name].buffer is not None:  # else only its shape is read
             built.tensors[leaf.name].set(leaf.data)
     scheduler.graph_compute(graph)
     return [

@@ -65,7 +65,7 @@ class MetaBackend(Backend):
         if not (isinstance(buffer, MetaBuffer) and buffer.buft.device is self.device):
             return super()._set_tensor_async(tensor, data, offset)
         if data.size < (tensor.view_src or tensor).nbytes:
-            self._synchronize()  # the rest may be read first
+            self._synchronize()  # `scatter` may read the rest of the tensor
         for backend, (own, part, start) in zip(
             self.backends, buffer.scatter(tensor, data, offset), strict=True
         ):

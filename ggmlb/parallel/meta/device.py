@@ -127,7 +127,7 @@ class MetaDevice(Device):
 
     def _follows(self, tensor: Tensor) -> SplitState:
         if not isinstance(tensor.buffer, MetaBuffer):
-            return MIRRORED  # elsewhere: what the meta device reads is a copy
+            return MIRRORED  # in other memory: the meta device reads a copy of the whole
         if tensor in self.given:
             return self.given[tensor]
         root = tensor.view_src
@@ -147,12 +147,12 @@ class MetaDevice(Device):
         if found.result.is_cut and node.view_src is None and not node.is_contiguous():
             return whole(states)
         for src, state, wanted in zip(node.src, states, found.wants, strict=True):
-            if src is not None and wanted != state and not _is_slice_away(src, wanted):
+            if src is not None and wanted != state and not _is_sliceable(src, wanted):
                 return whole(states)
         return found
 
 
-def _is_slice_away(operand: Tensor, wanted: SplitState) -> bool:
+def _is_sliceable(operand: Tensor, wanted: SplitState) -> bool:
     """Whether each device's part of a mirrored operand is a view of it."""
     if not wanted.is_cut:
         return True

@@ -256,7 +256,7 @@ class _Sharder:
         else:
             view = slices_of_view(tensor.dtype, root.ne, state, tensor.ne, tensor.nb, tensor.view_offs)
             if view is None:
-                return self._wholes(tensor)  # not to be kept: the tensor may be written
+                return self._wholes(tensor)  # not cached: a write would outdate it
             pairs = zip(self._slices(root), view.slices, strict=True)
             slices = tuple(_view(own, part.ne, part.nb, part.offset) for own, part in pairs)
         self._known[tensor] = slices

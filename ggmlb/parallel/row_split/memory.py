@@ -141,7 +141,7 @@ class SplitBuffer(PartedBuffer):
         return tuple(piece.rows for piece in self.pieces[root.offset])
 
     def _within(self, tensor: Tensor, offset: int, nbytes: int) -> Iterator[tuple[Piece, int, int, int]]:
-        """Yield the pieces that a byte range touches, with the offset in each and the part of the range."""
+        """Yield the pieces that overlap a byte range: piece, offset in it, start and stop in the range."""
         root = tensor.view_src or tensor
         begin = tensor.offset - root.offset + offset
         for piece in self.pieces[root.offset]:

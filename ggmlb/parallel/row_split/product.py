@@ -117,7 +117,7 @@ class RowSplitProduct:
         assert isinstance(a.buffer, SplitBuffer)
         self.buffers = node.placed("a product"), b.placed("a product")
         pieces = a.buffer.pieces[a.offset]
-        self._main, self._b = weakref.ref(main), b  # its plans hold this
+        self._main, self._b = weakref.ref(main), b  # weak: its plans refer to this
         self._shares: list[_Share] = []
         self._own: GraphPlan | None = None
         # A device's rows of several columns are not contiguous in the result: copy to `landed`, then spread.

@@ -359,7 +359,7 @@ def _ids_by_number(
             raise ArgumentError(f"{len(ids)} {what} buffer ids for {len(tensors)} {what}s; give one for each")
         listed += ids
     by_number = listed[: indexed.unlisted.start]
-    if len(listed) > len(by_number):  # a tensor is listed twice: the first time counts
+    if len(listed) > len(by_number):  # of a tensor listed twice, the first id counts
         for number, i in zip(reversed(indexed.listed), reversed(listed), strict=True):
             by_number[number] = i
     return by_number + [by_number[user] for user in indexed.users]
@@ -424,7 +424,7 @@ class Memories:
             for chunk, size in enumerate(sizes)
             if chunk >= len(self.chunks[m]) or self.chunks[m][chunk].size < size
         ]
-        # The old ones go first: the device may lack room for both.
+        # Free old chunks first: the device may lack room for both.
         for m, chunk, _ in short:
             if chunk < len(self.chunks[m]):
                 self.chunks[m][chunk].free()

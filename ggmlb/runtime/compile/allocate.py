@@ -65,7 +65,7 @@ class DynamicAllocator:
                 best = free
         if not best:
             return self._grow(size)
-        # Of equal blocks the last: low addresses hold long-lived tensors.
+        # Of equal sizes, the last block: low addresses hold long-lived tensors.
         i = len(sizes) - 1
         while sizes[i] != best:
             i -= 1

@@ -255,7 +255,7 @@ class _Passes:
         self.ids = ids = [owners[buffers[root]] for root in self._roots]
         self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
         for i, wanted in self._requests.items():
-            is_view = self._bases[i] >= 0 and not self._computes[i]  # which is where its source is
+            is_view = self._bases[i] >= 0 and not self._computes[i]  # always where its source is
             if not is_view and self._honour(i, wanted):
                 self._set(i, wanted, Cause.USER)
         for i, computes in enumerate(self._computes):
@@ -324,7 +324,7 @@ class _Passes:
                     break
             else:
                 continue
-            if ops[node] is rope:  # its frequency factors are too small to choose a backend by
+            if ops[node] is rope:  # its frequency factors are too small to decide the backend
                 continue
             holders, is_offered = homes[src.buffer]
             for owner in holders:

@@ -122,7 +122,7 @@ class _CopiedGraph(IndexedGraph):
         sources: list[int] = []
         begin = end = 0
         for i in nodes:
-            if begins[i] != end:  # else its part follows that of the node before
+            if begins[i] != end:  # else they follow those of the node before
                 sources += self.sources[begin:end]
                 begin = begins[i]
             end = ends[i]

@@ -29,7 +29,7 @@ _ALSO_WRITING = {op for op, spec in SPECS.items() if spec.also_written}
 GraphKey = tuple[Any, ...]
 
 N_FIRST = 64
-"""Nodes compared before all others: graphs of other sizes already differ in these."""
+"""Number of nodes compared first: in graphs of other sizes, these differ already."""
 
 
 class IndexedGraph:
@@ -117,7 +117,7 @@ class IndexedGraph:
                     numbers[source] = len(tensors)
                     tensors.append(source)
                     users.append(numbers[node])
-        for number, tensor in enumerate(tensors):  # which grows
+        for number, tensor in enumerate(tensors):  # `tensors` grows
             base = tensor.view_src
             if base is not None and base not in numbers:
                 self._reached.append((number, -1))
@@ -176,7 +176,7 @@ class IndexedGraph:
 
     @cached_property
     def _outside_of(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-        """Getter of the items of the tensors in a buffer of the user."""
+        """Function that picks the items of the tensors in the user's buffers."""
         return picker(self.outside)
 
     def _numbered(self, graph: Graph) -> list[Tensor] | None:
@@ -210,7 +210,7 @@ class IndexedGraph:
 
     @cached_property
     def _getters(self) -> tuple[itemgetter[Any], itemgetter[Any]]:
-        """Getters of all sources and of the sources of views; each reads, and ends with, two None as well."""
+        """Getters of all sources, and of the sources of views; both append two None, to return tuples."""
         return itemgetter(*self.sources, -1, -1), itemgetter(*self.bases, -1, -1)
 
     def bind(self, tensors: list[Tensor]) -> None:
@@ -325,7 +325,7 @@ _NO_PARAMS: dict[str, Any] = {}
 
 def is_compute(buffer: Buffer) -> bool:
     """Whether a buffer is compute memory, which graphs reuse."""
-    return buffer._usage is BufferUsage.COMPUTE  # of a freed buffer too
+    return buffer._usage is BufferUsage.COMPUTE  # without a check, as the buffer may be freed
 
 
 def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -259,7 +259,7 @@ class _Splitter:
                 elif src in inputs:
                     split.reads_user_input = True
             split.numbers.append(node)
-            if node in writes:  # copies of what it writes are out of date
+            if node in writes:  # copies of overwritten tensors are out of date
                 self._writers.update(dict.fromkeys(writes[node], b))
                 for copied in self._copied:
                     for i in [i for i in copied if roots[i] in writes[node]]:
@@ -356,7 +356,7 @@ class _Splitter:
         n = len(rules.backends)
         shared = [[a != b and rules.shares(a, b) for a in range(n)] for b in range(n)]
         self._add_written(shared, ran)
-        for split in self.splits:  # later ones too: a graph is computed again and again
+        for split in self.splits:  # also for later splits, as the graph is computed repeatedly
             split.after = tuple([a for a in ran if shared[split.backend_id][a]])
 
     def _add_written(self, shared: list[list[bool]], ran: Sequence[int]) -> None:

@@ -113,7 +113,7 @@ class Executor:
             event = self._has_read[b][c]
             if event is not None:
                 self._backends[b].event_record(event)
-        for b in waits:  # the user may overwrite what these still read
+        for b in waits:  # these may still read inputs, which the user may overwrite
             self._backends[b].synchronize()
         self.copy = (c + 1) % self.n_copies
         return Status.SUCCESS
@@ -167,7 +167,7 @@ class Executor:
     def _upload(self, item: SplitInput, buffer: Buffer, split: Split, owner: int) -> None:
         """Queue a copy from host memory, of a constant or of a snapshot."""
         src = item.tensor
-        if self._is_async[owner] and not item.is_staged:  # it may compute what is read here
+        if self._is_async[owner] and not item.is_staged:  # it may still compute the source
             item.backend.synchronize()
         if item.is_constant:
             data = buffer.base[src.offset : src.offset + src.nbytes]

@@ -523,7 +523,7 @@ class Scheduler(Freeable):
         """Return the host memory of inputs for a last backend that is an asynchronous device."""
         last = self._bufts[-1]
         if last.is_host or not self._backends[-1].device.caps.async_:
-            return last  # it needs no other
+            return last  # inputs can stay there
         return self._backends[-1].device.host_buffer_type or cpu_buffer_type()
 
     def _need_graph(self, call: str) -> Graph:

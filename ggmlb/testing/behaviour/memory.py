@@ -103,7 +103,7 @@ def empty_buffers_and_tensors(rig: Rig) -> None:
     empty.set(b"")
     expect_equal(empty.get(), np.empty(0, np.uint8), "the bytes of an empty tensor")
     empty.memset(0)
-    with suppress(ArgumentError):  # not all memory is an array of some library
+    with suppress(ArgumentError):  # some memory cannot be viewed as an array
         expect(empty.as_array().size == 0, "an empty tensor as an array must have no elements")
     other = rig.tensor(DType.F32, 0, 3)
     tensor_copy(empty, other)
@@ -172,7 +172,7 @@ def freeing_with_work_pending(rig: Rig) -> None:
         rig.stream.get_tensor_async(work.y, out)
         size = work.buffer.size
         work.buffer.free()
-        taker = rig.keep(rig.stream.alloc_buffer(size))  # may get the memory that was given back
+        taker = rig.keep(rig.stream.alloc_buffer(size))  # may get the freed memory
         taker.clear(0xFF)
         rig.stream.synchronize()
         expect_equal(out, 2 * numbers(N), "a result whose buffer was freed while it was computed")

@@ -148,7 +148,7 @@ def an_event_can_be_waited_for(rig: Rig) -> None:
     if not rig.device.caps.events:
         unsupported("the device has no events")
     event = rig.device.event_new()
-    event.synchronize()  # never recorded: reached
+    event.synchronize()  # does not wait for an event that was never recorded
     rig.stream.event_wait(event)
     work = rig.doubling(N)
     for round_ in range(2):

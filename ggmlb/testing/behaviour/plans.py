@@ -64,7 +64,7 @@ def a_plan_follows_moved_tensors(rig: Rig) -> None:
         for start in (9, 20):
             x.buffer = y.buffer = middle.buffer = None
             second = rig.keep(rig.stream.alloc_buffer(3 * rig.room(x)))
-            second.clear(0xFF)  # it may be the memory of an earlier run, with the right result in it
+            second.clear(0xFF)  # it may be reused memory that holds the right result
             for i, tensor in enumerate((y, x, middle)):
                 tensor_alloc(second, tensor, i * rig.room(x))
             x.set_array(numbers(N, start))

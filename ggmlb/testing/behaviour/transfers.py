@@ -142,7 +142,7 @@ def data_of_an_asynchronous_write_is_kept(rig: Rig) -> None:
     rig.busy()
     rig.stream.set_tensor_async(tensor, numbers(n, 5))
     gc.collect()
-    junk = [np.full(n, -1, np.float32) for _ in range(4)]  # takes the place of the array, if that was freed
+    junk = [np.full(n, -1, np.float32) for _ in range(4)]  # reuse the memory of the array, if that was freed
     rig.stream.synchronize()
     del junk
     expect_equal(tensor.to_numpy(), numbers(n, 5), "a tensor whose data was dropped after set_tensor_async")

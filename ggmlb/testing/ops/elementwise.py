@@ -46,17 +46,17 @@ def _unary_sample(op: UnaryOp) -> Sample:
 
 
 SHORT = ("gelu", "gelu_quick", "gelu_erf", "silu")
-"""Not for bf16."""
+"""Functions that ggml's CPU backend lacks in bf16."""
 
 
 NEW = ("hardswish", "hardsigmoid")
-"""Not in place."""
+"""Functions without an in-place variant."""
 
 
 def draw_unary(name: str, p: Program) -> None:
     dtype = p.one_of(F32, F16, *([] if name in SHORT else [BF16]), beyond=(BF16,) if name in SHORT else ())
     p.nmse = 5e-6 if name in ("gelu", "gelu_quick") else tolerance(dtype)
-    high = p.one_of(2, beyond=(30,))  # where a careless formula overflows
+    high = p.one_of(2, beyond=(30,))  # large values may overflow
     a = p.operand(dtype, p.ne(), PLAIN, GAPS, beyond=ANY, low=-2, high=high)
     p.out(name + ("_inplace" if name not in NEW and p.bool() else ""), a)
 
@@ -195,7 +195,7 @@ def clamp(p: Program) -> None:
     dtype = p.one_of(F32, F16, beyond=(BF16,))
     low = p.float(-1, 0)
     p.nmse = tolerance(dtype)
-    a = p.operand(dtype, p.ne(), PLAIN, beyond=ANY)  # where ggml goes astray
+    a = p.operand(dtype, p.ne(), PLAIN, beyond=ANY)  # ggml computes other layouts wrongly
     p.out(p.one_of("clamp", beyond=("clamp_inplace",)), a, low, p.float(0.1, 1))
 
 

@@ -161,7 +161,7 @@ def lightning_indexer(p: Program) -> None:
     dtype = p.one_of(F32, F16, *WEIGHTS)
     d = p.int(1, 2) * dtype.block_size if dtype.block_size > 1 else p.int(1, 70)
     heads, n_q, n_kv, streams = p.int(1, 5), p.extent(5, 20), p.extent(30, 200), p.int(1, 2)
-    p.nmse = 1e-6 if dtype is F32 else 5e-4  # as of products
+    p.nmse = 1e-6 if dtype is F32 else 5e-4  # as products
     q = p.operand(F32, (d, heads, n_q, streams), PLAIN, PADDED, **LOPSIDED)
     k = p.operand(dtype, (d, 1, n_kv, streams), PLAIN, PADDED, **LOPSIDED)
     mask = p.leaf(p.one_of(F32, F16), (n_kv, n_q, 1, streams))

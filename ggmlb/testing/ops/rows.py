@@ -41,7 +41,7 @@ def draw_per_row(name: str, p: Program) -> None:
     p.nmse = 1e-6
     ne = p.ne()
     if name == "mean":
-        ne = (max(ne[0], 1), *ne[1:])  # of nothing it is not a number
+        ne = (max(ne[0], 1), *ne[1:])  # the mean of no elements is NaN
     p.out(name, p.operand(F32, ne, *ROWS, beyond=ANY, low=0.1, high=1))
 
 
@@ -78,7 +78,7 @@ def group_norm(p: Program) -> None:
 
 @cases(Op.RMS_NORM_BACK, lambda c, t: c.rms_norm_back(main(c, t), main(c, t), 1e-5))
 def rms_norm_back(p: Program) -> None:
-    ne = (3 + p.int(1, 70), *p.ne(6, 4, 3)[:3])  # in short rows almost all cancels
+    ne = (3 + p.int(1, 70), *p.ne(6, 4, 3)[:3])  # short rows lose precision by cancellation
     p.nmse = 1e-6
     p.out("rms_norm_back", p.operand(F32, ne, *ROWS), p.operand(F32, ne, *ROWS), p.one_of(*EPS))
 

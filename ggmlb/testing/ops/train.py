@@ -16,7 +16,7 @@ from ggmlb.testing.ops.record import ROW, cases, f32, main
 
 @cases(Op.CROSS_ENTROPY_LOSS, lambda c, t: c.cross_entropy_loss(main(c, t), f32(c, ROW, 4)))
 def cross_entropy_loss(p: Program) -> None:
-    ne = tuple(max(n, 1) for n in p.ne(30, 5, 3, 2))  # the mean over no rows is not a number
+    ne = tuple(max(n, 1) for n in p.ne(30, 5, 3, 2))  # the mean over no rows is NaN
     p.nmse = 1e-6
     p.out("cross_entropy_loss", p.leaf(F32, ne, low=-4, high=4), p.step("soft_max", p.leaf(F32, ne)))
 
