@@ -22,7 +22,7 @@ N = 5000
 
 @check("memory")
 def facts_are_sound(rig: Rig) -> None:
-    """Name, memory, alignment and largest buffer are valid."""
+    """The device's name, free memory, alignment and largest buffer are valid."""
     device, buft = rig.device, rig.device.buffer_type
     free, total = device.memory
     expect(bool(device.name) and bool(device.description), "the device has no name or description")

@@ -147,4 +147,4 @@ def on_rows(fn: str, *args: Any) -> Perf:
 
 def no_such_node(dtype: DType) -> Tensor:
     """Raise the error of an op that does not take the type as main operand."""
-    raise DTypeError(f"the op takes no main operand of type {dtype.name}")
+    raise DTypeError(f"the op takes no main operand of type {dtype.name}; choose another type")
