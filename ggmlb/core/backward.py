@@ -1,4 +1,4 @@
-"""Gradients: the nodes that compute them, appended to a graph by the rule in each op's record.
+"""Gradients: the nodes that compute them, appended to a graph by the rules in each op's `OpSpec`.
 
 All gradients are f32 and contiguous, of the shape of their tensor.
 """
@@ -12,7 +12,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import ArgumentError, Error, GraphError, kind_of
 from ggmlb.core.ops import SPECS
-from ggmlb.core.ops.spec import unchanged
+from ggmlb.core.ops.spec import zero_gradient
 from ggmlb.core.ops.views import view_base
 from ggmlb.core.tensor import Tensor
 
@@ -24,13 +24,15 @@ _INTO_ANOTHER = (Op.CPY, Op.VIEW, Op.RESHAPE, Op.PERMUTE, Op.TRANSPOSE, Op.NONE)
 """Ops that write into another tensor's memory, and have a gradient nevertheless."""
 
 
-def needing(nodes: Iterable[Tensor], losses: Collection[Tensor], params: Collection[Tensor]) -> set[Tensor]:
-    """Return the tensors that have a gradient: losses, parameters, and all whose values depend on these."""
+def tensors_needing_gradients(
+    nodes: Iterable[Tensor], losses: Collection[Tensor], params: Collection[Tensor]
+) -> set[Tensor]:
+    """Return the tensors that need a gradient: losses, parameters, and nodes computed from them."""
     found: set[Tensor] = {*losses, *params}
     for node in nodes:
         if node.dtype in _FLOATS and not found.isdisjoint(node.sources):
             rules = SPECS[node.op].backward
-            if any(s in found and rules.get(i) is not unchanged for i, s in enumerate(node.src)):
+            if any(s in found and rules.get(i) is not zero_gradient for i, s in enumerate(node.src)):
                 found.add(node)
     return found
 
@@ -49,7 +51,7 @@ def append_gradients(
         nodes: Of the forward graph, in topological order.
         grads: The gradients by tensor, begun with those of the losses and the accumulators; added to.
         accs: Accumulators by tensor; their gradients are added in place.
-        needed: As `needing` returns them.
+        needed: As `tensors_needing_gradients` returns them.
 
     Raises:
         GraphError: An op has no gradient for an operand that needs one; the message names op and node.
@@ -60,8 +62,8 @@ def append_gradients(
             continue
         if node.view_src is not None and node.op not in _INTO_ANOTHER:
             raise GraphError(
-                f"build_backward_expand: {node.describe()} is computed in place, so that its operand's "
-                f"values are lost; use the form of {node.op.value.lower()} that makes a new tensor"
+                f"build_backward_expand: {node.describe()} overwrites its operand, which the gradient "
+                f"needs; use {node.op.value.lower()} instead of its in-place form"
             )
         for i, source in enumerate(node.src):
             if source in needed:
@@ -75,8 +77,8 @@ def _gradient(ctx: Context, node: Tensor, i: int, grad: Tensor) -> Tensor | None
     rule = SPECS[node.op].backward.get(i)
     if rule is None:
         raise GraphError(
-            f"build_backward_expand: {node.op.value} has no gradient for its operand {i}, and "
-            f"{node.describe()} needs it: that operand depends on a parameter"
+            f"build_backward_expand: {node.op.value} has no gradient for operand {i} of {node.describe()}, "
+            "which depends on a parameter; use another op, or unmark the parameter"
         )
     try:
         return rule(ctx, node, grad)
@@ -105,7 +107,7 @@ def _add(
 def check_accumulator(tensor: Tensor, acc: Tensor) -> None:
     """Raise an ArgumentError unless `acc` can hold the gradient of `tensor`."""
     if not isinstance(acc, Tensor):
-        raise ArgumentError(f"build_backward_expand: {kind_of(acc)} is no tensor to accumulate in")
+        raise ArgumentError(f"build_backward_expand: the accumulator is {kind_of(acc)}; give a tensor")
     if acc.dtype is not DType.F32 or acc.ne != tensor.ne or not acc.is_contiguous():
         raise ArgumentError(
             f"build_backward_expand: {acc.describe()} cannot accumulate the gradient of "

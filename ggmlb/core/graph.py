@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from ggmlb.core import arguments
-from ggmlb.core.backward import append_gradients, check_accumulator, needing
+from ggmlb.core.backward import append_gradients, check_accumulator, tensors_needing_gradients
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import ArgumentError, GraphError, did_you_mean, kind_of
@@ -31,8 +31,8 @@ class Graph:
             for a whole graph.
         owner_checks: Whether the owner of the graph (a scheduler) checks for changed tensors and replans.
             Otherwise its plans check.
-        marks: What a backend noted of nodes when it ordered them (`Backend.graph_optimize`), for its plans.
-            An owner who changes the nodes clears them.
+        marks: Notes on nodes by `Backend.graph_optimize`, for the backend's plans. Clear them when the nodes
+            change.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Graph:
         stack = [result]
         while stack:
             tensor = stack[-1]
-            for src in tensor.src:  # from the first again when one is done: there are few
+            for src in tensor.src:  # restarts after each source, as a node has few
                 if src is not None and src not in seen:
                     seen.add(src)
                     if src.src:
@@ -149,7 +149,9 @@ class Graph:
                 ctx.set_output(ctx.set_input(acc))
         grads = dict(accs)
         try:
-            append_gradients(ctx, self.nodes, grads, accs, needing(self.nodes, losses, params))
+            append_gradients(
+                ctx, self.nodes, grads, accs, tensors_needing_gradients(self.nodes, losses, params)
+            )
         except GraphError:
             del ctx.tensors[n_made:]
             raise
@@ -161,7 +163,7 @@ class Graph:
         return self._grads.get(tensor)
 
     def grad_acc(self, tensor: Tensor) -> Tensor | None:
-        """Return what accumulates a tensor's gradient, or `None` (ggml_graph_get_grad_acc)."""
+        """Return the accumulator of a tensor's gradient, or `None` (ggml_graph_get_grad_acc)."""
         return self._accs.get(tensor)
 
     def reset(self) -> None:
@@ -196,7 +198,7 @@ class Graph:
         return part
 
     def memory(self) -> set[Buffer | None]:
-        """Return the buffers in which its nodes and their sources lie; `None` if one is in no buffer."""
+        """Return the buffers of its nodes and their sources, with `None` if one is in no buffer."""
         return {t.buffer for node in self.nodes for t in (node, *node.src) if t is not None}
 
     def use_counts(self) -> Counter[Tensor]:

@@ -18,7 +18,7 @@ from ggmlb.core.tensor import Tensor
 
 
 class SplitAxis(IntEnum):
-    """The part of a tensor that each device holds (ggml_backend_meta_split_axis)."""
+    """How a tensor is split over devices, and along which axis (ggml_backend_meta_split_axis)."""
 
     AXIS_0 = 0
     AXIS_1 = 1
@@ -76,7 +76,7 @@ class SplitState(_Shards):
         return tuple(map(sum, zip(*self.segments, strict=True)))
 
     def moved(self, axis: int, times: int = 1, over: int = 1) -> SplitState:
-        """Return the same shards along another axis, extents multiplied by `times` and divided by `over`.
+        """Return the state with the same segments along `axis`, their extents scaled by `times / over`.
 
         Raises:
             ArithmeticError: An extent is not divisible.
@@ -100,7 +100,7 @@ States = Sequence[SplitState]
 
 
 class ShardOutcome(NamedTuple):
-    """The result of a shard rule.
+    """The split states that an op requires of its operands, and that of its result.
 
     Attributes:
         result: The state of the result; PARTIAL if it must be summed over the devices.
@@ -119,8 +119,8 @@ def first_cut(states: States) -> SplitState:
     return next(s for s in states if s.is_cut)
 
 
-def like_cut(node: Tensor, state: SplitState, i: int) -> SplitState | None:
-    """Return the state of an operand broadcast to the result; `None` if it partly repeats along the cut."""
+def matching_state(node: Tensor, state: SplitState, i: int) -> SplitState | None:
+    """Return how to split operand `i` for a result split by `state`; `None` if it repeats along the axis."""
     src = node.src[i]
     if src is None or src.ne[state.axis] == 1 < node.ne[state.axis]:
         return MIRRORED
@@ -128,21 +128,21 @@ def like_cut(node: Tensor, state: SplitState, i: int) -> SplitState | None:
 
 
 def has_operand(node: Tensor, i: int) -> bool:
-    """Whether an optional operand is present."""
+    """Whether optional operand `i` is present."""
     return len(node.src) > i and node.src[i] is not None
 
 
 def elementwise(node: Tensor, states: States) -> ShardOutcome | None:
-    """Shard elementwise ops; operands may be broadcast over the first."""
+    """Shard rule of elementwise ops; operands may be broadcast over the first."""
     state = first_cut(states)
     src = node.src[states.index(state)]
     if src is None or src.ne[state.axis] != node.ne[state.axis]:
         return None
-    wants = [like_cut(node, state, i) for i in range(len(states))]
+    wants = [matching_state(node, state, i) for i in range(len(states))]
     known = tuple(w for w in wants if w is not None)
     return ShardOutcome(state, known) if len(known) == len(wants) else None
 
 
 def per_row(node: Tensor, states: States) -> ShardOutcome | None:
-    """Shard ops of one operand that compute each row independently."""
+    """Shard rule of ops that compute each row of one operand independently."""
     return elementwise(node, states) if states[0].is_cut and states[0].axis != 0 else None

@@ -23,7 +23,7 @@ from ggmlb.core.errors import Error, GraphError, one_line
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.ops import SPECS
-from ggmlb.core.ops.spec import unchanged
+from ggmlb.core.ops.spec import zero_gradient
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
 from ggmlb.interface.registry import device_by_name
@@ -275,7 +275,7 @@ def differentiable(out: Tensor) -> list[Tensor]:
             found.append(tensor)
         rules = SPECS[tensor.op].backward
         for i, source in enumerate(tensor.src):
-            if source is not None and source not in seen and rules.get(i, unchanged) is not unchanged:
+            if source is not None and source not in seen and rules.get(i, zero_gradient) is not zero_gradient:
                 seen.add(source)
                 left.append(source)
     return found

@@ -8,14 +8,16 @@ import pytest
 
 from ggmlb.core.enums import Op
 from ggmlb.core.ops import SPECS
-from ggmlb.core.ops.spec import unchanged
+from ggmlb.core.ops.spec import zero_gradient
 from ggmlb.interface.registry import device_by_name
 from ggmlb.testing.ops import RECORDS
 from ggmlb.testing.results import Outcome
 from ggmlb.testing.run import Runner, Selection, tasks
 from tests.meta.broken.ops import WrongOp, wrong
 
-RULES = [(op, i) for op, spec in SPECS.items() for i, rule in spec.backward.items() if rule is not unchanged]
+RULES = [
+    (op, i) for op, spec in SPECS.items() for i, rule in spec.backward.items() if rule is not zero_gradient
+]
 
 ELSEWHERE = {Op.RESHAPE: "conv_2d", Op.VIEW: "cont", Op.PERMUTE: "cont", Op.TRANSPOSE: "cont"}
 """Families in which ops without families of their own stand beside others."""

@@ -21,7 +21,7 @@ def _nothing(*args):
 
 WRONG = [
     # parameters that no float32 holds, as all of ggml's are
-    ("scale", ("[4]", 1e300), A, "scale: scale is 1e.300; give a number within float32"),
+    ("scale", ("[4]", 1e300), A, "scale: scale is 1e.300; give one in the range of float32"),
     # binary
     ("add", ("[4,3]", "[5,3]"), S, r"every extent of b, ne \[5, 3, 1, 1\], must divide"),
     ("add", ("[4,3]", "[4,6]"), S, "must divide"),

@@ -1,4 +1,4 @@
-"""The op families: operand checks and shape rules of each op, and its record.
+"""The op families: operand checks and shape rules of each op, and its `OpSpec`.
 
 A node's sources have ggml's order; an absent optional one is None. Where the order is not obvious:
 

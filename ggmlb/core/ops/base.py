@@ -67,7 +67,7 @@ class OpBase:
         """
         for key, value in (params or {}).items():
             if type(value) is float and F32_MAX < abs(value) < math.inf:
-                raise ArgumentError(f"{op.name.lower()}: {key} is {value}; give a number within float32")
+                raise ArgumentError(f"{op.name.lower()}: {key} is {value}; give one in the range of float32")
         tensor = Tensor(dtype, ne, nb, op=op, src=src, params=params, name=name)
         return self._take(tensor)
 
@@ -212,10 +212,10 @@ def require_int32(fn: str, **numbers: float) -> None:
 
 
 def require_finite(fn: str, least: float = -F32_MAX, **numbers: float) -> None:
-    """Raise an ArgumentError unless each number is finite in f32, as in kernels, and at least `least`."""
+    """Raise an ArgumentError unless each number is finite as float32 and at least `least`."""
     for name, n in numbers.items():
         if not least <= n <= F32_MAX:
-            why = "a finite number of f32" if least < 0 else f"a finite number, {least:g} or more"
+            why = "a finite float32 number" if least < 0 else f"a finite number, {least:g} or more"
             fail_arg(fn, f"{name} is {n}; give {why}")
 
 

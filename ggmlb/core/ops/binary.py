@@ -16,7 +16,7 @@ from ggmlb.core.ops.base import (
     require_repeat,
     require_type,
 )
-from ggmlb.core.ops.spec import OpSpec, cut_out, passed_on, summed
+from ggmlb.core.ops.spec import OpSpec, copy_window, pass_gradient, summed
 from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, elementwise
 from ggmlb.core.tensor import Tensor, extent_nbytes
 
@@ -148,10 +148,10 @@ def is_padded_1d(a: Tensor) -> bool:
 def window_params(
     fn: str, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, inplace: bool
 ) -> dict[str, int | bool]:
-    """Return the params of `acc` or `set`, which write a window of `a` of the shape of `b`.
+    """Return the params of an `acc` or `set` node after checking its window.
 
     Raises:
-        ShapeError: As `window_fault` says.
+        ShapeError: The window is invalid (`window_fault`).
     """
     if why := window_fault(a, b, nb1, nb2, nb3, offset):
         fail_shape(fn, why, a, b)
@@ -159,7 +159,7 @@ def window_params(
 
 
 def window_fault(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> str | None:
-    """Return why a window does not consist of elements of `a`, each once; `None` if it does.
+    """Return why a window is no part of `a`, or overlaps itself; `None` if it is valid.
 
     `a` is contiguous, as ggml demands, so that it and a result of its shape have the same bytes and no gaps.
     """
@@ -204,7 +204,7 @@ def _back_add_id(c: Context, node: Tensor, grad: Tensor) -> Tensor:
 
 def _back_window(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     p = node.params
-    return cut_out(c, grad, node.operand(1), p["offset"], (p["nb1"], p["nb2"], p["nb3"]))
+    return copy_window(c, grad, node.operand(1), p["offset"], (p["nb1"], p["nb2"], p["nb3"]))
 
 
 def _back_sub(c: Context, node: Tensor, grad: Tensor) -> Tensor:
@@ -231,16 +231,18 @@ def _back_div_b(c: Context, node: Tensor, grad: Tensor) -> Tensor:
 SPECS = (
     OpSpec(
         Op.ADD,
-        backward={0: passed_on, 1: lambda c, t, g: summed(c, g, t.operand(1))},
+        backward={0: pass_gradient, 1: lambda c, t, g: summed(c, g, t.operand(1))},
         inplace=2,
         shard=elementwise,
     ),
-    OpSpec(Op.ADD_ID, backward={0: passed_on, 1: _back_add_id}, inplace=1, shard=_shard_add_id),
-    OpSpec(Op.ADD1, backward={0: passed_on, 1: lambda c, t, g: c.sum(g)}, inplace=1),
+    OpSpec(Op.ADD_ID, backward={0: pass_gradient, 1: _back_add_id}, inplace=1, shard=_shard_add_id),
+    OpSpec(Op.ADD1, backward={0: pass_gradient, 1: lambda c, t, g: c.sum(g)}, inplace=1),
     OpSpec(
-        Op.ACC, backward={0: passed_on, 1: _back_window}, params=("nb1", "nb2", "nb3", "offset", "inplace")
+        Op.ACC,
+        backward={0: pass_gradient, 1: _back_window},
+        params=("nb1", "nb2", "nb3", "offset", "inplace"),
     ),
-    OpSpec(Op.SUB, backward={0: passed_on, 1: _back_sub}, inplace=2, shard=elementwise),
+    OpSpec(Op.SUB, backward={0: pass_gradient, 1: _back_sub}, inplace=2, shard=elementwise),
     OpSpec(Op.MUL, backward={0: _back_mul_a, 1: _back_mul_b}, inplace=2, shard=elementwise),
     OpSpec(Op.DIV, backward={0: _back_div_a, 1: _back_div_b}, inplace=2, shard=elementwise),
 )

@@ -11,7 +11,7 @@ import numpy as np
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TriType, as_enum
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_contiguous, require_type
-from ggmlb.core.ops.spec import OpSpec, unchanged
+from ggmlb.core.ops.spec import OpSpec, zero_gradient
 from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
 
@@ -47,7 +47,7 @@ class ConstantOps(OpBase):
         return self._fill("fill", a, c, False)
 
     def fill_inplace(self, a: Tensor, c: float) -> Tensor:
-        """Set all elements of `a` to `c`; raises as `fill` (ggml_fill_inplace)."""
+        """Set all elements of `a` to `c`; errors as in `fill` (ggml_fill_inplace)."""
         return self._fill("fill_inplace", a, c, True)
 
     def _fill(self, fn: str, a: Tensor, c: float, inplace: bool) -> Tensor:
@@ -100,5 +100,5 @@ SPECS = (
     OpSpec(Op.ARANGE, params=("start", "stop", "step")),
     OpSpec(Op.TIMESTEP_EMBEDDING, params=("dim", "max_period")),
     OpSpec(Op.TRI, params=("type",)),
-    OpSpec(Op.FILL, backward={0: unchanged}, params=("value",), inplace=1, shard=elementwise),
+    OpSpec(Op.FILL, backward={0: zero_gradient}, params=("value",), inplace=1, shard=elementwise),
 )

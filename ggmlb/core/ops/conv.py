@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import fail_arg, fail_shape, full_ne, require_contiguous, require_type
-from ggmlb.core.ops.conv_direct import places
+from ggmlb.core.ops.conv_direct import conv_extents
 from ggmlb.core.ops.copy import CopyOps
 from ggmlb.core.ops.matmul import MatmulOps
-from ggmlb.core.ops.spec import OpSpec, unchanged
+from ggmlb.core.ops.spec import OpSpec, zero_gradient
 from ggmlb.core.ops.views import ViewOps
 from ggmlb.core.tensor import Ne, Tensor
 
@@ -223,7 +223,7 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
         fn = "im2col_3d"
         if IC < 1 or a.ne[3] % IC or b.ne[3] % IC:
             fail_shape(fn, f"IC = {IC} must divide ne[3] of a and of b", a, b)
-        (w, h, d), params = places(fn, a, b, (s0, s1, s2), (p0, p1, p2), (d0, d1, d2))
+        (w, h, d), params = conv_extents(fn, a, b, (s0, s1, s2), (p0, p1, p2), (d0, d1, d2))
         params["ic"] = IC
         ne = (a.ne[0] * a.ne[1] * a.ne[2] * IC, w, h, d * (b.ne[3] // IC))
         return self._op(Op.IM2COL_3D, DType.parse(dst_type), ne, (a, b), params)
@@ -295,11 +295,11 @@ def _patches(
     if is_2d:
         if k[2] != n[2]:
             fail_shape(fn, f"a has {k[2]} channels, ne[2], and b {n[2]}; they must be equal", a, b)
-        (width, height), params = places(fn, a, b, s, p, d)
+        (width, height), params = conv_extents(fn, a, b, s, p, d)
         return (k[0] * k[1] * k[2], width, height, n[3]), {**params, "is_2d": True}
     if k[1] != n[1] or n[3] != 1:
         fail_shape(fn, "a and b must have equal ne[1], the channels, and b an ne[3] of 1", a, b)
-    (width,), params = places(fn, a, b, s[:1], p[:1], d[:1])
+    (width,), params = conv_extents(fn, a, b, s[:1], p[:1], d[:1])
     return (k[0] * k[1], width, n[2], 1), {**params, "s1": s[1], "p1": p[1], "d1": d[1], "is_2d": False}
 
 
@@ -316,10 +316,10 @@ def _back_im2col(c: Context, node: Tensor, grad: Tensor) -> Tensor:
 SPECS = (
     OpSpec(
         Op.IM2COL,
-        backward={0: unchanged, 1: _back_im2col},
+        backward={0: zero_gradient, 1: _back_im2col},
         params=("s0", "s1", "p0", "p1", "d0", "d1", "is_2d"),
     ),
-    OpSpec(Op.IM2COL_BACK, backward={1: unchanged}, params=("s0", "s1", "p0", "p1", "d0", "d1", "is_2d")),
+    OpSpec(Op.IM2COL_BACK, backward={1: zero_gradient}, params=("s0", "s1", "p0", "p1", "d0", "d1", "is_2d")),
     OpSpec(Op.IM2COL_3D, params=("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2", "ic")),
     OpSpec(Op.COL2IM_1D, params=("s0", "oc", "p0")),
 )

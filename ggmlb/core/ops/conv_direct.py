@@ -38,7 +38,7 @@ class ConvDirectOps(OpBase):
         fn = "conv_2d_direct"
         if a.ne[2] != b.ne[2]:
             fail_shape(fn, f"a has {a.ne[2]} channels, ne[2], and b {b.ne[2]}; they must be equal", a, b)
-        (w, h), params = places(fn, a, b, (s0, s1), (p0, p1), (d0, d1))
+        (w, h), params = conv_extents(fn, a, b, (s0, s1), (p0, p1), (d0, d1))
         return self._op(Op.CONV_2D, b.dtype, (w, h, a.ne[3], b.ne[3]), (a, b), params)
 
     def conv_2d_dw_direct(
@@ -62,7 +62,7 @@ class ConvDirectOps(OpBase):
         fn = "conv_2d_dw_direct"
         if a.ne[2] != 1 or a.ne[3] != b.ne[2]:
             fail_shape(fn, f"a must have ne[2] = 1 and ne[3] = {b.ne[2]}, the channels of b", a, b)
-        (w, h), params = places(fn, a, b, (stride0, stride1), (pad0, pad1), (dilation0, dilation1))
+        (w, h), params = conv_extents(fn, a, b, (stride0, stride1), (pad0, pad1), (dilation0, dilation1))
         channels, batch = b.ne[2:]
         nb = None
         if b.is_contiguous_channels():
@@ -98,7 +98,7 @@ class ConvDirectOps(OpBase):
         fn = "conv_3d_direct"
         if a.ne[3] != c * oc or b.ne[3] != c * n:
             fail_shape(fn, f"a must have ne[3] = c * oc = {c * oc}, and b ne[3] = c * n = {c * n}", a, b)
-        (w, h, d), params = places(fn, a, b, (s0, s1, s2), (p0, p1, p2), (d0, d1, d2))
+        (w, h, d), params = conv_extents(fn, a, b, (s0, s1, s2), (p0, p1, p2), (d0, d1, d2))
         params |= {"c": c, "n": n, "oc": oc}
         return self._op(Op.CONV_3D, DType.F32, (w, h, d, oc * n), (a, b), params)
 
@@ -150,10 +150,10 @@ class ConvDirectOps(OpBase):
         return self._op(Op.CONV_TRANSPOSE_2D, DType.F32, ne, (a, b), {"stride": stride})
 
 
-def places(
+def conv_extents(
     fn: str, a: Tensor, b: Tensor, strides: Sequence[int], paddings: Sequence[int], dilations: Sequence[int]
 ) -> tuple[list[int], dict[str, int]]:
-    """Return the result's extent along each spatial dimension, and the numbers as params.
+    """Return the output extents of a convolution, and strides, paddings and dilations as params.
 
     Raises:
         ShapeError: The kernel is larger than the padded data.

@@ -12,7 +12,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_dtype, fail_shape, require_type
 from ggmlb.core.ops.binary import window_params
-from ggmlb.core.ops.spec import OpSpec, cut_out, passed_on, unchanged
+from ggmlb.core.ops.spec import OpSpec, copy_window, pass_gradient, zero_gradient
 from ggmlb.core.sharding import ShardOutcome, States
 from ggmlb.core.tensor import Ne, Tensor
 
@@ -28,7 +28,7 @@ class CopyOps(OpBase):
         return self._op(Op.DUP, a.dtype, a.ne, (a,))
 
     def dup_inplace(self, a: Tensor) -> Tensor:
-        """Return a view of `a` as a node (ggml_dup_inplace)."""
+        """Return `dup`, in the memory of `a`, so that no byte is copied (ggml_dup_inplace)."""
         return self._op_into(Op.DUP, a, (a,))
 
     def cpy(self, a: Tensor, b: Tensor) -> Tensor:
@@ -61,15 +61,15 @@ class CopyOps(OpBase):
         return self._op(Op.CONT, a.dtype, a.ne, (a,), None, f"{a.name} (cont)" if a.name else "")
 
     def cont_1d(self, a: Tensor, ne0: int) -> Tensor:
-        """Return a contiguous copy of `a` as one row; raises as `cont_4d` (ggml_cont_1d)."""
+        """Return a contiguous copy of `a` as one row; errors as in `cont_4d` (ggml_cont_1d)."""
         return self._cont("cont_1d", a, (ne0, 1, 1, 1))
 
     def cont_2d(self, a: Tensor, ne0: int, ne1: int) -> Tensor:
-        """Return a contiguous copy with ne `[ne0, ne1]`; raises as `cont_4d` (ggml_cont_2d)."""
+        """Return a contiguous copy with ne `[ne0, ne1]`; errors as in `cont_4d` (ggml_cont_2d)."""
         return self._cont("cont_2d", a, (ne0, ne1, 1, 1))
 
     def cont_3d(self, a: Tensor, ne0: int, ne1: int, ne2: int) -> Tensor:
-        """Return a contiguous copy with ne `[ne0, ne1, ne2]`; raises as `cont_4d` (ggml_cont_3d)."""
+        """Return a contiguous copy with ne `[ne0, ne1, ne2]`; errors as in `cont_4d` (ggml_cont_3d)."""
         return self._cont("cont_3d", a, (ne0, ne1, ne2, 1))
 
     def cont_4d(self, a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
@@ -144,22 +144,22 @@ def _back_set(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     require_type("set", "a", node, DType.F32)
     p = node.params
     nb = (p["nb1"], p["nb2"], p["nb3"])
-    return c.acc(grad, c.neg(cut_out(c, grad, node.operand(1), p["offset"], nb)), *nb, p["offset"])
+    return c.acc(grad, c.neg(copy_window(c, grad, node.operand(1), p["offset"], nb)), *nb, p["offset"])
 
 
 def _back_set_window(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     require_type("set", "a", node, DType.F32)
     p = node.params
-    return cut_out(c, grad, node.operand(1), p["offset"], (p["nb1"], p["nb2"], p["nb3"]))
+    return copy_window(c, grad, node.operand(1), p["offset"], (p["nb1"], p["nb2"], p["nb3"]))
 
 
 SPECS = (
-    OpSpec(Op.DUP, backward={0: passed_on}, shard=_shard_copy),
+    OpSpec(Op.DUP, backward={0: pass_gradient}, shard=_shard_copy),
     OpSpec(
         Op.SET,
         backward={0: _back_set, 1: _back_set_window},
         params=("nb1", "nb2", "nb3", "offset", "inplace"),
     ),
-    OpSpec(Op.CPY, backward={0: passed_on, 1: unchanged}, shard=_shard_copy),
-    OpSpec(Op.CONT, backward={0: passed_on}, shard=_shard_copy),
+    OpSpec(Op.CPY, backward={0: pass_gradient, 1: zero_gradient}, shard=_shard_copy),
+    OpSpec(Op.CONT, backward={0: pass_gradient}, shard=_shard_copy),
 )

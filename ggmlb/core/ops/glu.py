@@ -53,7 +53,7 @@ def _variants(op: GluOp, act: str) -> tuple[Glu, Glu, GluSplit]:
 
 
 class GluOps(OpBase):
-    """glu, glu_split and their shortcuts; each raises as `glu` and `glu_split` do."""
+    """glu, glu_split and their shortcuts, with the same errors."""
 
     reglu, reglu_swapped, reglu_split = _variants(GluOp.REGLU, "relu")
     geglu, geglu_swapped, geglu_split = _variants(GluOp.GEGLU, "gelu")

@@ -47,7 +47,7 @@ class NormOps(OpBase):
         return self._like(True, Op.L2_NORM, a, (a,), _eps("l2_norm_inplace", eps))
 
     def rms_norm_back(self, a: Tensor, b: Tensor, eps: float) -> Tensor:
-        """Return the gradient of `rms_norm` at `b`, for the gradient `a` of its result (ggml_rms_norm_back).
+        """Return the gradient of `b`, given the gradient `a` of `rms_norm(b)` (ggml_rms_norm_back).
 
         Raises:
             ShapeError: The shapes differ.

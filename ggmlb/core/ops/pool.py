@@ -66,9 +66,9 @@ class PoolOps(OpBase):
         p0: float = 0,
         p1: float = 0,
     ) -> Tensor:
-        """Return the gradient of the operand `af` of `pool_2d`, for that of its result (ggml_pool_2d_back).
+        """Return the gradient of `af`, given the gradient `a` of `pool_2d(af, ...)` (ggml_pool_2d_back).
 
-        `a` is the gradient of the result of `pool_2d(af, ...)`, with the same numbers.
+        The other arguments are those of `pool_2d`.
 
         Raises:
             ShapeError: `a` does not have the shape of the result.

@@ -17,7 +17,7 @@ class ResizeOps(OpBase):
     def upscale(
         self, a: Tensor, scale_factor: int, mode: ScaleMode | int | str = ScaleMode.NEAREST
     ) -> Tensor:
-        """Return `a`, `scale_factor` times as wide and as high; raises as `interpolate` (ggml_upscale)."""
+        """Return `a`, `scale_factor` times as wide and as high; errors as in `interpolate` (ggml_upscale)."""
         if scale_factor <= 1:
             fail_arg("upscale", f"scale_factor is {scale_factor}; it must be more than 1")
         ne = (a.ne[0] * scale_factor, a.ne[1] * scale_factor, a.ne[2], a.ne[3])

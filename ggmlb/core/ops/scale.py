@@ -31,7 +31,7 @@ class ScaleOps(OpBase):
         return self._scale("scale_inplace", a, s, 0.0, True)
 
     def scale_bias(self, a: Tensor, s: float, b: float) -> Tensor:
-        """Return `a * s + b`; raises as `scale` (ggml_scale_bias)."""
+        """Return `a * s + b`; errors as in `scale` (ggml_scale_bias)."""
         return self._scale("scale_bias", a, s, b, False)
 
     def scale_bias_inplace(self, a: Tensor, s: float, b: float) -> Tensor:

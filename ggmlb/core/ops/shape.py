@@ -21,7 +21,7 @@ from ggmlb.core.ops.base import (
     full_ne,
     require_repeat,
 )
-from ggmlb.core.ops.spec import OpSpec, cut_out
+from ggmlb.core.ops.spec import OpSpec, copy_window
 from ggmlb.core.sharding import ShardOutcome, States, first_cut
 from ggmlb.core.tensor import Ne, Tensor, can_repeat
 
@@ -188,14 +188,14 @@ def _shard_concat(node: Tensor, states: States) -> ShardOutcome | None:
 def _back_concat(second: bool, c: Context, node: Tensor, grad: Tensor) -> Tensor:
     dim = node.params["dim"]
     offset = node.operand(0).ne[dim] * grad.nb[dim] if second else 0
-    return cut_out(c, grad, node.operand(int(second)), offset, (grad.nb[1], grad.nb[2], grad.nb[3]))
+    return copy_window(c, grad, node.operand(int(second)), offset, (grad.nb[1], grad.nb[2], grad.nb[3]))
 
 
 def _back_pad(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     if node.params["circular"]:
         fail_arg("pad_circular", "circular padding has no gradient; use concat")
     offset = sum(n * b for n, b in zip(node.params["left"], grad.nb, strict=True))
-    return cut_out(c, grad, node.operand(0), offset, (grad.nb[1], grad.nb[2], grad.nb[3]))
+    return copy_window(c, grad, node.operand(0), offset, (grad.nb[1], grad.nb[2], grad.nb[3]))
 
 
 def _back_roll(c: Context, node: Tensor, grad: Tensor) -> Tensor:

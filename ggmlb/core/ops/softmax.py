@@ -24,7 +24,7 @@ from ggmlb.core.ops.base import (
 )
 from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.placement import placement_clock
-from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, has_operand, like_cut
+from ggmlb.core.sharding import MIRRORED, ShardOutcome, States, has_operand, matching_state
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class SoftmaxOps(OpBase):
         return self._op(Op.SOFT_MAX, a.dtype, a.ne, (a, None, None), _PLAIN)
 
     def soft_max_inplace(self, a: Tensor) -> Tensor:
-        """Return `soft_max`, written into the memory of `a`; raises as it (ggml_soft_max_inplace)."""
+        """Return `soft_max`, written into the memory of `a`; same errors (ggml_soft_max_inplace)."""
         if not a.is_contiguous():
             fail_contiguous("soft_max_inplace", "a", a)
         return self._op_into(Op.SOFT_MAX, a, (a, None, None), _PLAIN)
@@ -191,7 +191,7 @@ def _shard_soft_max(node: Tensor, states: States) -> ShardOutcome | None:
     state = states[0]
     if not state.is_cut or state.axis == 0 or (state.axis == 2 and node.params["max_bias"]):
         return None
-    mask = like_cut(node, state, 1) if len(states) > 1 else MIRRORED
+    mask = matching_state(node, state, 1) if len(states) > 1 else MIRRORED
     sinks = state.moved(0) if state.axis == 2 and has_operand(node, 2) else MIRRORED
     return None if mask is None else ShardOutcome(state, (state, mask, sinks)[: len(states)])
 

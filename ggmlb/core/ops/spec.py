@@ -1,7 +1,7 @@
-"""OpSpec, the record of an op besides its shape rule, and rules for gradients that several ops share.
+"""OpSpec, the properties of an op besides its shape rule, and gradient rules shared by several ops.
 
-The allocator, the meta device and the backward pass read these records. The backends hold the rules that
-compute an op; the kit has its test cases, samples and timings in `ggmlb.testing.ops`.
+The allocator, the meta device and the backward pass read them. Backends have the rules that compute an op;
+`ggmlb.testing.ops` has its test cases and timings.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 Backward = Callable[["Context", Tensor, Tensor], "Tensor | None"]
 """Returns the gradient of an operand, given a node and its gradient, both f32 and contiguous.
 
-`None`: the node does not change with the operand, or only in steps.
+`None`: the gradient is zero, as of an index or a rounded value.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """The record of an op.
+    """Properties of an op: parameters, in-place operands, gradient and sharding rules.
 
     Attributes:
         op: The op.
@@ -52,18 +52,18 @@ class OpSpec:
 
 
 def flat(c: Context, t: Tensor) -> Tensor:
-    """Return `t`, or a contiguous copy."""
+    """Return `t` if it is contiguous, else a contiguous copy."""
     return t if t.is_contiguous() else c.cont(t)
 
 
-def passed_on(c: Context, node: Tensor, grad: Tensor) -> Tensor:
-    """Backward rule: the gradient itself, in the shape of the first operand."""
+def pass_gradient(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    """Backward rule of an op with derivative 1: the node's gradient, in the shape of operand 0."""
     a = node.operand(0)
     return grad if grad.ne == a.ne else c.reshape(grad, a)
 
 
-def unchanged(c: Context, node: Tensor, grad: Tensor) -> None:
-    """Backward rule of an operand that the node does not depend on, or only in steps."""
+def zero_gradient(c: Context, node: Tensor, grad: Tensor) -> None:
+    """Backward rule of an operand whose gradient is zero, such as an index or a rounded value."""
 
 
 def summed(c: Context, grad: Tensor, to: Tensor) -> Tensor:
@@ -71,6 +71,6 @@ def summed(c: Context, grad: Tensor, to: Tensor) -> Tensor:
     return grad if grad.ne == to.ne else c.repeat_back(grad, to)
 
 
-def cut_out(c: Context, grad: Tensor, like: Tensor, offset: int, nb: tuple[int, int, int]) -> Tensor:
-    """Return a copy of a window of `grad`, of the shape of `like`, with strides in bytes."""
+def copy_window(c: Context, grad: Tensor, like: Tensor, offset: int, nb: tuple[int, int, int]) -> Tensor:
+    """Return a contiguous copy of a window of `grad`: the shape of `like`, byte strides `nb`."""
     return c.cont(c.view_4d(grad, *like.ne, *nb, offset))

@@ -94,7 +94,7 @@ class UnaryOps(OpBase):
         return self._op(Op.UNARY, a.dtype, a.ne, (a,), {"op": as_enum("unary", UnaryOp, op)})
 
     def unary_inplace(self, a: Tensor, op: UnaryOp | int | str) -> Tensor:
-        """Return `unary`, written into the memory of `a`; raises as it (ggml_unary_inplace)."""
+        """Return `unary`, written into the memory of `a`; same errors (ggml_unary_inplace)."""
         if not a.is_contiguous_rows():
             fail_contiguous("unary_inplace", "a", a, _ROWS)
         return self._op_into(Op.UNARY, a, (a,), {"op": as_enum("unary_inplace", UnaryOp, op)})
@@ -121,7 +121,7 @@ class UnaryOps(OpBase):
         return self._op(Op.UNARY, a.dtype, a.ne, (a,), params)
 
     def silu_back(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the gradient of `silu` at `b`, times the gradient `a` of its result (ggml_silu_back).
+        """Return the gradient of `b`, given the gradient `a` of `silu(b)` (ggml_silu_back).
 
         Raises:
             ShapeError: The shapes differ.

@@ -14,7 +14,7 @@ from ggmlb.core.enums import Op
 from ggmlb.core.errors import BoundsError
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, fail_shape
 from ggmlb.core.ops.binary import window_fault
-from ggmlb.core.ops.spec import OpSpec, flat, passed_on
+from ggmlb.core.ops.spec import OpSpec, flat, pass_gradient
 from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
@@ -95,19 +95,19 @@ class ViewOps(OpBase):
         return self._reshape("reshape", a, b.ne)
 
     def reshape_1d(self, a: Tensor, ne0: int) -> Tensor:
-        """Return `a` as one row (ggml_reshape_1d); raises as `reshape`."""
+        """Return `a` as one row (ggml_reshape_1d); errors as in `reshape`."""
         return self._reshape("reshape_1d", a, (ne0, 1, 1, 1))
 
     def reshape_2d(self, a: Tensor, ne0: int, ne1: int) -> Tensor:
-        """Return `a` with ne `[ne0, ne1]` (ggml_reshape_2d); raises as `reshape`."""
+        """Return `a` with ne `[ne0, ne1]` (ggml_reshape_2d); errors as in `reshape`."""
         return self._reshape("reshape_2d", a, (ne0, ne1, 1, 1))
 
     def reshape_3d(self, a: Tensor, ne0: int, ne1: int, ne2: int) -> Tensor:
-        """Return `a` with ne `[ne0, ne1, ne2]` (ggml_reshape_3d); raises as `reshape`."""
+        """Return `a` with ne `[ne0, ne1, ne2]` (ggml_reshape_3d); errors as in `reshape`."""
         return self._reshape("reshape_3d", a, (ne0, ne1, ne2, 1))
 
     def reshape_4d(self, a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
-        """Return `a` with ne `[ne0, ne1, ne2, ne3]` (ggml_reshape_4d); raises as `reshape`."""
+        """Return `a` with ne `[ne0, ne1, ne2, ne3]` (ggml_reshape_4d); errors as in `reshape`."""
         return self._reshape("reshape_4d", a, (ne0, ne1, ne2, ne3))
 
     def _reshape(self, fn: str, a: Tensor, ne: Ne) -> Tensor:
@@ -209,7 +209,7 @@ def _back_permute(c: Context, node: Tensor, grad: Tensor) -> Tensor:
 
 SPECS = (
     OpSpec(Op.NONE),
-    OpSpec(Op.RESHAPE, backward={0: passed_on}),
+    OpSpec(Op.RESHAPE, backward={0: pass_gradient}),
     OpSpec(Op.VIEW, backward={0: _back_view}),
     # Four axes: dimension i of the source is dimension axes[i] of the view.
     OpSpec(Op.PERMUTE, backward={0: _back_permute}, params=("axes",)),

@@ -43,17 +43,17 @@ class Codec:
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where in a block each field begins [bytes]."""
+        """Byte offset of each field in a block."""
         return {name: field[1] for name, field in (self.layout.fields or {}).items()}
 
 
 def runs(k: int, width: int) -> tuple[str, int]:
-    """Return the type of a field of `k` runs of `width` bytes."""
+    """Return the type, for `layout`, of a field of `k` byte strings, each of `width` bytes."""
     return f"V{width}", k
 
 
 def layout(**fields: str | tuple[str, int]) -> np.dtype[Any]:
-    """Return a packed structured type, of scalars and of `(type, count)` arrays."""
+    """Return a packed structured dtype; fields are scalars, or arrays given as `(type, count)`."""
     return np.dtype(
         [
             (name, spec) if isinstance(spec, str) else (name, spec[0], (spec[1],))
@@ -68,7 +68,7 @@ def f32(field: npt.NDArray[Any]) -> Floats:
 
 
 def planes(field: Blocks) -> Bytes:
-    """Return a field of runs as planes `(k, n_blocks, width)`."""
+    """Return a field of byte strings (`runs`) as planes: uint8 `(k, n_blocks, width)`."""
     out = np.ascontiguousarray(field.T)
     return out.view(np.uint8).reshape(*out.shape, -1)
 
@@ -113,7 +113,7 @@ def expand(values: Floats, codes: Ints, scale: Floats, minimum: Floats | None = 
 
 
 def pair_table(levels: tuple[int, ...]) -> npt.NDArray[np.uint16]:
-    """Return a table of two levels (int8) by a byte of two codes, which halves the look-ups."""
+    """Return a table from two neighbouring codes to their int8 levels, to halve the look-ups."""
     one = np.array(levels, np.int8).view(np.uint8).astype(np.uint16)
     table = np.zeros((16, 256), np.uint16)
     table[:, :16] = one[:, None] << np.uint16(8) | one
@@ -121,6 +121,6 @@ def pair_table(levels: tuple[int, ...]) -> npt.NDArray[np.uint16]:
 
 
 def look_up(table: npt.NDArray[np.uint16], codes: Bytes) -> Ints:
-    """Return the levels of codes, int8 of the same shape."""
+    """Return the levels of codes by a `pair_table`: int8 of the same shape."""
     pairs = codes.view("<u2")
     return np.take(table, pairs.astype(np.intp), mode="clip").astype("<u2", copy=False).view(np.int8)

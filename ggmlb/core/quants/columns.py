@@ -59,13 +59,13 @@ def round_away(columns: Floats) -> Floats:
 
 
 def codes_of(columns: Floats, most: int | None = None) -> Bytes:
-    """Truncate values to codes of at most `most`. May overwrite the values."""
+    """Truncate values to unsigned codes, clipped to `most`. May overwrite the values."""
     codes = _known(columns, -1, 256).astype(np.uint8)
     return codes if most is None else np.minimum(codes, np.uint8(most), out=codes)
 
 
 def signed_codes_of(columns: Floats) -> Ints:
-    """Return whole values as signed bytes. May overwrite the values."""
+    """Return integral values as int8 codes. May overwrite the values."""
     return _known(columns, -129, 128).astype(np.int8)
 
 
@@ -85,6 +85,6 @@ def pack(codes: Bytes, n_bits: int) -> Bytes:
 
 
 def put(blocks: Blocks, name: str, data: Ints) -> None:
-    """Fill a field of bytes or runs from columns of bytes, `(..., n_blocks)`."""
+    """Fill a field of blocks from columns of bytes, `(..., n_blocks)`."""
     field = blocks[name]
     field.view(np.uint8)[...] = data.reshape(-1, len(blocks)).view(np.uint8).T

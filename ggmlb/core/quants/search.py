@@ -1,6 +1,6 @@
 """The scale searches of ggml's K-quant writers, for many runs of elements at once.
 
-Each tries several scales and keeps, per run, that of the least weighted error. All arithmetic is float32 in
+Each tries several scales and keeps the one of least weighted error per run. All arithmetic is float32 in
 ggml's order, so that results equal ggml's, ties and rounding included.
 
 Values are columns (see `columns`): `(n_runs, run_length, n_blocks)`. Results have a scale, and perhaps a
@@ -24,7 +24,7 @@ TINY = np.float32(1e-15)
 
 
 def per_run(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Make `(n_runs, n_blocks)` broadcast over the elements of the runs."""
+    """Add an axis, so that values per run broadcast over the run's elements."""
     return values[:, None]
 
 
