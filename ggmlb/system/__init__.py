@@ -1,1 +1,1 @@
-"""The process around the library: environment, forks and exit, disk cache, progress."""
+"""Services of the process: environment variables, log, threads, forks and exit, disk cache, progress."""

@@ -48,13 +48,13 @@ def folder(backend: str) -> Path:
 
 
 def load(path: Path) -> bytes | None:
-    """Return what `save` wrote at this path; `None` if it is missing, damaged or writable by other users."""
+    """Return the content that `save` wrote; `None` if missing, damaged or writable by other users."""
     home = trusted(path.parent)
     if home is None:
         return None
     try:
         # Neither block on a pipe nor follow a link to another user's file.
-        handle = os.open(home / path.name, os.O_RDONLY | _NO_SURPRISE)
+        handle = os.open(home / path.name, os.O_RDONLY | _OPEN_FLAGS)
         with os.fdopen(handle, "rb") as file:
             facts = os.fstat(handle)
             if not S_ISREG(facts.st_mode) or _others_write(facts):
@@ -68,7 +68,7 @@ def load(path: Path) -> bytes | None:
 
 def save(path: Path, content: bytes) -> None:
     """Write a file atomically."""
-    import tempfile  # what is on disk already needs none of what this imports
+    import tempfile  # slow to import, and not needed if the cache has all
 
     if not path.is_absolute():
         return
@@ -110,7 +110,7 @@ def _digest(path: Path, content: bytes) -> bytes:
     return sha256(os.fsencode(path.name) + b"\0" + content).digest()
 
 
-_NO_SURPRISE: Final = (
+_OPEN_FLAGS: Final = (
     getattr(os, "O_NOFOLLOW", 0)
     | getattr(os, "O_NONBLOCK", 0)
     | getattr(os, "O_CLOEXEC", 0)

@@ -1,4 +1,4 @@
-"""Readers of the environment variables `GGMLB_*`; each is named in the module that uses it."""
+"""Access to the environment variables `GGMLB_*`; each is documented in the module that uses it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def paths(name: str) -> list[str]:
 
 
 def put(name: str, value: str) -> None:
-    """Set a variable, for this process and those that it starts."""
+    """Set a variable, for this process and its children."""
     os.environ[name] = value
 
 
 def extended(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with more variables, for a process."""
+    """Return a copy of the environment with more variables, for a child process."""
     return {**os.environ, **more}

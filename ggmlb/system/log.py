@@ -2,8 +2,8 @@
 
 They go to loggers below `ggmlb` of the standard library's `logging`, at levels INFO and DEBUG: nothing is
 shown unless the program configures logging, or `GGMLB_LOG` names a level (`GGMLB_LOG=debug`), which shows
-records on standard error. What needs the user's attention is a warning (`warnings`) instead, which
-`logging.captureWarnings(True)` turns into records too.
+records on standard error. Problems are reported by `warnings` instead, which
+`logging.captureWarnings(True)` turns into records, too.
 
 `logging` takes 10 ms to import. As long as the program has not imported it, there is no handler, and nothing
 is written.
@@ -26,7 +26,7 @@ INFO: Final = 20
 
 
 def is_enabled(area: str, level: int) -> bool:
-    """Return whether the logger takes records of that level: those that cost much are not made otherwise."""
+    """Return whether a level is logged, so that costly records are made only if needed."""
     logging = sys.modules.get("logging")
     return logging is not None and logging.getLogger(f"ggmlb.{area}").isEnabledFor(level)
 
@@ -41,8 +41,8 @@ def record(area: str, level: int, message: str, *args: object) -> None:
         args: Values of the fields; control characters of texts are escaped.
     """
     if is_enabled(area, level):
-        told = tuple(shown(arg) if isinstance(arg, str) else arg for arg in args)
-        sys.modules["logging"].getLogger(f"ggmlb.{area}").log(level, message, *told, stacklevel=2)
+        shown_args = tuple(shown(arg) if isinstance(arg, str) else arg for arg in args)
+        sys.modules["logging"].getLogger(f"ggmlb.{area}").log(level, message, *shown_args, stacklevel=2)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Process state: usable processors, forks, exit, and guards for libraries that survive neither."""
+"""Processors, threads, forks and exit of the process, and guards for libraries that break at these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S: Final = 5.0
 
 
 MAX_THREADS: Final = 512
-"""Most threads of a backend (GGML_MAX_N_THREADS)."""
+"""Maximum number of threads of a backend (GGML_MAX_N_THREADS)."""
 
 
 def n_cpus() -> int:
@@ -58,7 +58,7 @@ def start_thread(name: str, work: Callable[..., object], *args: Any) -> Thread |
     thread = Thread(target=work, args=args, name=name, daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # a limit of the user's processes or of the container, or no room for a stack
+    except RuntimeError:  # a limit on processes, or too little memory for a stack
         return None
     return thread
 
@@ -70,7 +70,7 @@ def after_fork(react: Callable[[], object]) -> None:
 
 
 class ProcessState:
-    """Forks and exit of this process.
+    """Whether this process was forked, and whether Python is exiting.
 
     At exit, Python stops daemon threads when they return from a library call. In some libraries, C++ then
     aborts the process, or OpenBLAS waits for threads that never end. Therefore daemon threads may not
@@ -90,13 +90,13 @@ class ProcessState:
         atexit.register(self._end)
 
     def check_goes_on(self, call: str) -> None:
-        """End this thread if it is a daemon and Python is exiting; nothing is printed.
+        """Stop this thread silently if Python is exiting in another one.
 
         Raises:
             SystemExit: Python is exiting, in another thread.
         """
         if self.ending_in and self.ending_in != get_ident():
-            raise SystemExit(f"{call}: Python is exiting and does not wait for this thread; join it before")
+            raise SystemExit(f"{call}: Python is exiting and does not wait for this thread; join it first")
 
     def _note_fork(self) -> None:
         self.n_forks += 1
@@ -112,10 +112,10 @@ process_state: Final = ProcessState()
 
 
 class LibraryGuard:
-    """Guard for calls of a library that survives neither a fork nor the end of a thread within it.
+    """Guard against calls of a library after a fork, or from a daemon thread while Python exits.
 
     GPU drivers do not survive a fork: a child that uses them hangs or crashes. The guard is created when a
-    backend's module is imported, so a child that imports it first may use it.
+    backend's module is imported, so a child may use it if the parent did not import it.
 
     Args:
         library: Its name, for the error.
@@ -142,12 +142,12 @@ class LibraryGuard:
         process_state.check_goes_on(call)
 
     def renew(self) -> None:
-        """Allow the library in this fork, whose parent loaded but did not use it."""
+        """Allow the library in this forked process, if the parent loaded but did not use it."""
         self._n_forks = process_state.n_forks
 
     def enter(self, call: str) -> None:
-        """Begin calls of the library by this thread, until `leave`; raises as `check`."""
-        self._inside.append(get_ident())  # before one looks whether Python is ending, which then looks here
+        """Begin a section of library calls by this thread; errors as in `check`."""
+        self._inside.append(get_ident())  # before the check, so that an exit that begins now waits for it
         try:
             self.check(call)
         except BaseException:
@@ -155,7 +155,7 @@ class LibraryGuard:
             raise
 
     def leave(self) -> None:
-        """End the calls that `enter` began."""
+        """End the section begun by `enter`."""
         self._inside.remove(get_ident())
 
     def _is_busy(self) -> bool:

@@ -6,10 +6,10 @@
             compile(kernel)
 
 After one second, a line shows the progress, and at the end the duration: on standard error, if that is a
-terminal, or in the output of a notebook. `GGMLB_PROGRESS=1` shows it elsewhere too (a log);
+terminal, or in the output of a notebook. `GGMLB_PROGRESS=1` shows it elsewhere, too (a log);
 `GGMLB_PROGRESS=0` never.
 
-By hand, because the bars of rich show nothing in a log, and take 50 ms to import.
+Not by rich, whose bars show nothing in a log and take 50 ms to import.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATIENCE_S: Final = 1.0
 
 
 class Task:
-    """A running task; see `task`.
+    """Progress of a task; use the context manager `task`.
 
     Attributes:
         n_done: Steps finished.
@@ -47,17 +47,17 @@ class Task:
         self._timer: threading.Timer | None = None
         self._is_notebook = in_notebook()
         self._live = self._is_notebook or (sys.stderr is not None and sys.stderr.isatty())
-        self._told = env.flag("GGMLB_PROGRESS", default=self._live)
+        self._is_enabled = env.flag("GGMLB_PROGRESS", default=self._live)
 
     def step(self, name: str) -> None:
-        """Begin a step, and show its name."""
+        """Begin a step, and show the name."""
         with self._lock:
             if self._name:
                 self.n_done += 1
             self._name = name
             if self._shown and self._live:
                 self._show()
-        if self._told and self._timer is None:
+        if self._is_enabled and self._timer is None:
             # A thread, because the first step may take many seconds.
             self._timer = threading.Timer(PATIENCE_S, self._begin)
             self._timer.daemon = True
@@ -74,11 +74,11 @@ class Task:
                 log.record("kernels", log.INFO, "%s: %d in %.1f s", self._what, n, took_s)
                 if self._shown:
                     self._write(f"{self._what}: {n} in {took_s:.1f} s", "\n")
-            self._told = False
+            self._is_enabled = False
 
     def _begin(self) -> None:
         with self._lock:
-            if self._told:
+            if self._is_enabled:
                 self._shown = True
                 self._show()
 

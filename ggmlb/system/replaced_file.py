@@ -1,4 +1,4 @@
-"""Files that take the place of others only when they are whole."""
+"""Atomic replacement of a file."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ggmlb.core.errors import ModelError
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Context manager that opens a temporary file beside `path`, which takes its place at the end.
+    """Context manager that opens a temporary file beside `path`, and renames it to `path` at the end.
 
-    On an error, what was there stays. A link stays too: the file that it leads to is replaced.
+    On an error, the old file stays. Of a symbolic link, the target is replaced.
 
     Raises:
-        ModelError: The file cannot be written, or there is a folder, device or pipe.
+        ModelError: The file cannot be written, or `path` is a folder, device or pipe.
     """
     path = Path(path)
     if not path.name:
-        raise ModelError(f"cannot write {path}: it names no file; give one, as model.gguf")
+        raise ModelError(f"cannot write {path}: it has no file name; give one, such as model.gguf")
     beside: Path | None = None
     try:
         if path.exists() and not path.is_file():
