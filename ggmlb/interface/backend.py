@@ -27,8 +27,8 @@ from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface.data import Pieces
 from ggmlb.interface.observe import Action, observers, reading, writing
+from ggmlb.interface.stream_lock import StreamLock
 from ggmlb.interface.transfer import move
-from ggmlb.interface.turns import Turns
 from ggmlb.system import log
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ alias("AbortCallback", "Callable")
 
 @dataclass(slots=True, eq=False)
 class Command:
-    """A piece of work of a stream, with its times.
+    """A computation or transfer on a stream, with its times.
 
     Attributes:
         name: Name of the computed or moved tensors.
@@ -66,8 +66,8 @@ class Backend(Freeable):
     """A stream on a device (ggml_backend).
 
     Work runs in the order of the calls: transfers, events, and graphs that it computes. `*_async` calls may
-    return before the work is done; `synchronize` waits for all of it. Threads that plan or compute on it take
-    turns, as steps share its scratch memory; functions that it calls must not do so (`Turns`).
+    return before the work is done; `synchronize` waits for all of it. A lock lets
+    one thread at a time plan or compute, as steps share scratch memory (`StreamLock`).
 
     Attributes:
         device: The device it runs on.
@@ -80,7 +80,7 @@ class Backend(Freeable):
         self.device = device
         self.commands: list[Command] | None = None
         self.abort_callback: AbortCallback | None = None
-        self._turns = Turns()
+        self._stream_lock = StreamLock()
         self._plans: weakref.WeakKeyDictionary[Graph, GraphPlan] = weakref.WeakKeyDictionary()
 
     # -- facts ---------------------------------------------------------------------------------
@@ -102,17 +102,17 @@ class Backend(Freeable):
 
     @property
     def default_buffer_type(self) -> BufferType:
-        """The memory it computes in (ggml_backend_get_default_buffer_type)."""
+        """The device's buffer type (ggml_backend_get_default_buffer_type)."""
         return self.device.buffer_type
 
     @property
     def alignment(self) -> int:
-        """Alignment of tensors in its memory [bytes] (ggml_backend_get_alignment)."""
+        """Alignment of tensors in the default buffer type [bytes] (ggml_backend_get_alignment)."""
         return self.default_buffer_type.alignment
 
     @property
     def max_size(self) -> int:
-        """Largest buffer in its memory [bytes] (ggml_backend_get_max_size)."""
+        """Largest buffer of the default type [bytes] (ggml_backend_get_max_size)."""
         return self.default_buffer_type.max_size
 
     def alloc_buffer(self, nbytes: int) -> Buffer:
@@ -139,14 +139,14 @@ class Backend(Freeable):
         Raises:
             NotAllocatedError: A tensor of the graph is in no buffer.
             UnsupportedOpError: The device declines a node; the message says why.
-            BackendError: A tensor lies in memory that the device cannot use, or a result in read-only memory.
-            FreedError: A tensor lies in a freed buffer.
+            BackendError: A tensor is in memory that the device cannot use, or a result in read-only memory.
+            FreedError: A tensor is in a freed buffer.
             GraphError: Called from a function that this backend calls (a custom op or callback).
         """
-        return self._turns.run(self, self._plan_part, graph)
+        return self._stream_lock.run(self, self._plan_part, graph)
 
     def graph_plan_update(self, plan: GraphPlan, graph: Graph) -> GraphPlan:
-        """Return a plan for a graph: the old one if still valid for it, else a new one.
+        """Return a plan for the graph: the given one if it is still valid, else a new one.
 
         Raises:
             Error: As `graph_plan_create`.
@@ -165,14 +165,14 @@ class Backend(Freeable):
             FreedError: A buffer that the plan uses was freed.
             Error: As `graph_plan_create`.
         """
-        return self._turns.run(self, self._compute_part, plan)
+        return self._stream_lock.run(self, self._compute_part, plan)
 
     def graph_plan_free(self, plan: GraphPlan) -> None:
-        """Release what the plan holds (ggml_backend_graph_plan_free)."""
-        self._turns.run(self, self._free_part, plan)
+        """Release a plan (ggml_backend_graph_plan_free)."""
+        self._stream_lock.run(self, self._free_part, plan)
 
     def graph_compute_async(self, graph: Graph) -> Status:
-        """Queue the computation of a graph; the first one plans it (ggml_backend_graph_compute_async).
+        """Queue the computation of a graph, whose plan is cached (ggml_backend_graph_compute_async).
 
         Returns:
             `Status.ABORTED` if the abort callback stopped it, else `Status.SUCCESS`.
@@ -183,7 +183,7 @@ class Backend(Freeable):
         plan = self._plans.get(graph)
         if plan is None or not plan.is_valid_for(graph):
             plan = self._plans[graph] = self.graph_plan_create(graph)
-        return self._turns.run(self, self._compute_part, plan)
+        return self._stream_lock.run(self, self._compute_part, plan)
 
     def graph_compute(self, graph: Graph) -> Status:
         """Compute a graph and wait for it (ggml_backend_graph_compute)."""
@@ -192,7 +192,7 @@ class Backend(Freeable):
         return status
 
     def graph_optimize(self, graph: Graph) -> None:
-        """Reorder or mark the nodes of a split before it is allocated (graph_optimize of ggml_backend_i)."""
+        """Reorder or annotate the nodes of a split before allocation (graph_optimize of ggml_backend_i)."""
 
     # -- transfers -----------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Backend(Freeable):
         return self._cpy_tensor_async(backend_src, src, dst)
 
     def copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
-        """Queue a copy ordered only by this backend's own work.
+        """Queue a copy that waits only for this backend's queued work.
 
         The caller orders it with other backends' work by events: a scheduler lets a device send a result
         to an unused copy while the receiver still computes.
@@ -334,7 +334,7 @@ class Backend(Freeable):
         return self._event_record(event)
 
     def event_wait(self, event: Event) -> None:
-        """Let later work wait for the event, of any device (ggml_backend_event_wait).
+        """Make later work wait for an event, also of another device (ggml_backend_event_wait).
 
         Raises:
             FreedError: The event was freed.
@@ -357,7 +357,7 @@ class Backend(Freeable):
         """
         if self.commands is not None:
             raise GraphError(
-                f"start_timing: this {self.name} backend is being timed already; stop that first"
+                f"start_timing: this {self.name} backend is being timed already; call stop_timing"
             )
         self.synchronize()
         self.commands = []
@@ -389,7 +389,7 @@ class Backend(Freeable):
             BackendError: Queued work failed; the stream is released all the same.
             GraphError: Called from a function that this backend calls (a custom op or callback).
         """
-        self._turns.run(self, Backend._close, self)
+        self._stream_lock.run(self, Backend._close, self)
 
     def __repr__(self) -> str:
         return f"<Backend {self.name}>"
@@ -404,15 +404,15 @@ class Backend(Freeable):
         if self.is_freed:
             self.check_alive(call)
         if plan.backend is not self:
-            raise GraphError(f"{call}: the plan belongs to another backend, of {plan.backend.name}")
+            raise GraphError(f"{call}: the plan belongs to another {plan.backend.name} backend; use that one")
         if plan.is_freed:
-            raise FreedError(f"{call}: the plan was freed")
+            raise FreedError(f"{call}: the plan was freed; create a new one")
 
     def _check_graph(self, graph: Graph) -> None:
         buffers = graph.memory()
         if any(b is None or b.is_freed or b.is_read_only or not self.supports_buft(b.buft) for b in buffers):
             self._find_fault(graph)
-        if not graph.owner_checks:  # else it was asked when the node was given to this backend
+        if not graph.owner_checks:  # else the owner asked `declines` when it assigned the node
             for node in graph.nodes:
                 why = self.device.declines(node)
                 if why is not None:
@@ -434,20 +434,20 @@ class Backend(Freeable):
                     )
                 if tensor.buffer.is_freed:
                     raise FreedError(
-                        f"{self.name} cannot compute {node.describe()}: {tensor.describe()} lies in a freed "
-                        "buffer; place it again"
+                        f"{self.name} cannot compute {node.describe()}: {tensor.describe()} is in a freed "
+                        "buffer; allocate it again"
                     )
                 if not self.supports_buft(tensor.buffer.buft):
                     raise BackendError(
-                        f"{self.name} cannot compute {node.describe()}: {tensor.describe()} lies in "
+                        f"{self.name} cannot compute {node.describe()}: {tensor.describe()} is in "
                         f"{tensor.buffer.name} memory, which it cannot use; let a Scheduler copy it"
                     )
                 usable.add(tensor.buffer)
             if node.buffer is not None and node.buffer.is_read_only and node.op not in NO_OPS:
                 node.buffer.check_writable("graph_compute", node)
 
-    # -- turns ---------------------------------------------------------------------------------
-    # Work within a thread's turn; nested plans of the same stream run in it too.
+    # -- work under the stream's lock ----------------------------------------------------------
+    # Nested plans of the same stream run under the same lock.
 
     def _plan_part(self, graph: Graph) -> GraphPlan:
         self.check_alive("graph_plan_create")
@@ -458,13 +458,13 @@ class Backend(Freeable):
                     return self._plan(graph)
             except MemoryError as error:
                 raise self._no_scratch("graph_plan_create", error) from None
-            except OSError as error:  # of a kernel's file or a library's
+            except OSError as error:  # reading a kernel's or library's file
                 raise BackendError(f"{self.name} cannot plan the graph: {error}") from error
 
     def _compute_part(self, plan: GraphPlan) -> Status:
         self._check_plan(plan, "graph_plan_compute")
         try:
-            if observers:  # before a new plan, whose checks say less than a sanitizer
+            if observers:  # before planning again, whose checks say less than a sanitizer's
                 return Action("graph_plan_compute", self, plan=plan).run(self._compute_current, plan)
             return self._compute_current(plan)
         except MemoryError as error:
@@ -501,7 +501,7 @@ class Backend(Freeable):
     def _close(self) -> None:
         self.check_alive("free")
         try:
-            with suppress(DeviceLostError):  # nothing is queued there any more
+            with suppress(DeviceLostError):  # its queue is lost, too
                 self.synchronize()
         finally:
             self.is_freed = True
@@ -550,7 +550,7 @@ class Backend(Freeable):
         """Wait for queued work."""
 
     def _event_record(self, event: Event) -> None:
-        raise BackendError(f"{self.name} has no events")
+        raise BackendError(f"{self.name} has no events; call synchronize")
 
     def _event_wait(self, event: Event) -> None:
         event.synchronize()

@@ -1,4 +1,4 @@
-"""Turns: one thread at a time plans or computes on a backend."""
+"""StreamLock: one thread at a time plans or computes on a backend."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 PATIENCE_S: Final = 5.0
-"""How long a function called in a turn waits for a turn at another backend [s]."""
+"""How long a function called under one lock waits for another lock [s]."""
 
 
 class _Thread(threading.local):
-    """The turns of a thread, the outermost first; a helper has the turns it works in."""
+    """The locks that a thread holds, outermost first, and the lock that a worker thread works under."""
 
-    within: tuple[Turns, ...] = ()
-    helps: Turns | None = None
+    within: tuple[StreamLock, ...] = ()
+    works_under: StreamLock | None = None
 
 
 _thread: Final = _Thread()
 
 
-class Turns:
-    """Lock of a backend, because its steps share scratch memory; re-entrant use raises.
+class StreamLock:
+    """Lock of a backend, whose steps share scratch memory; re-entrant use raises instead of deadlocking.
 
-    A turn ends when its work is queued or done. A user's function called in a turn must not take another
-    at the same backend, in this thread or a helper thread. It may take one at another backend, but waits
-    only some seconds for it, because the holder of that turn may be waiting for this thread.
+    It is released when the work is queued or done. A user's function called under the lock must not use the
+    same backend, in this thread or a worker thread. It may use another one, but waits only `PATIENCE_S` for
+    its lock, because the holder may be waiting for this thread.
     """
 
     __slots__ = ("__weakref__", "_lock", "_within")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._within: tuple[Turns, ...] = ()
+        self._within: tuple[StreamLock, ...] = ()
         _all.add(self)
 
     def run(self, owner: Freeable, work: Callable[[Arg], Result], arg: Arg) -> Result:
-        """Call `work(arg)` when no other thread has a turn.
+        """Call `work(arg)` under the lock.
 
         Raises:
-            GraphError: The holder of the turn waits (or seems to wait) for this call.
+            GraphError: The holder of the lock waits (or seems to wait) for this call.
             SystemExit: Python is exiting, in another thread.
         """
         within = _thread.within
-        if not within and _thread.helps is not None:
-            within = _thread.helps._within
+        if not within and _thread.works_under is not None:
+            within = _thread.works_under._within
         if not within:
-            with self._lock:  # its own `with`, which Ctrl-C cannot come in between
+            with self._lock:  # in its own `with`, which Ctrl-C cannot interrupt before the release
                 return self._run(owner, work, arg, within)
         if self in within or not self._lock.acquire(timeout=PATIENCE_S):
             raise GraphError(
-                f"{owner._title} is in the middle of planning or computing, which waits for this call; give "
-                "a custom op or callback that plans or computes a backend of its own"
+                f"{owner._title} is planning or computing, and waits for this call; give a custom op or "
+                "callback that plans or computes a backend of its own"
             )
         try:
             return self._run(owner, work, arg, within)
@@ -69,7 +69,7 @@ class Turns:
             self._lock.release()
 
     def _run(
-        self, owner: Freeable, work: Callable[[Arg], Result], arg: Arg, within: tuple[Turns, ...]
+        self, owner: Freeable, work: Callable[[Arg], Result], arg: Arg, within: tuple[StreamLock, ...]
     ) -> Result:
         before = _thread.within
         _thread.within = self._within = (*within, self)
@@ -81,24 +81,24 @@ class Turns:
             self._within, _thread.within = (), before
 
     @contextmanager
-    def helped(self) -> Iterator[None]:
-        """Context manager in which this thread works for the holder of the turn."""
-        _thread.helps = self
+    def worker(self) -> Iterator[None]:
+        """Context manager for a worker thread of the holder, so that its re-entrant use raises, too."""
+        _thread.works_under = self
         try:
             yield
         finally:
-            _thread.helps = None
+            _thread.works_under = None
 
 
-_all: Final[weakref.WeakSet[Turns]] = weakref.WeakSet()
+_all: Final[weakref.WeakSet[StreamLock]] = weakref.WeakSet()
 
 
-def _free_of_lost_threads() -> None:
-    """In a forked process, release the turns of threads that do not exist there."""
-    for turns in _all:
-        if turns not in _thread.within:
-            turns._lock, turns._within = threading.Lock(), ()
+def _release_lost_threads() -> None:
+    """In a forked process, release the locks of threads that do not exist there."""
+    for each in _all:
+        if each not in _thread.within:
+            each._lock, each._within = threading.Lock(), ()
 
 
-after_fork(_free_of_lost_threads)
-process_state.busy.append(lambda: any(turns._lock.locked() for turns in list(_all)))
+after_fork(_release_lost_threads)
+process_state.busy.append(lambda: any(each._lock.locked() for each in list(_all)))

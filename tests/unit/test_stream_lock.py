@@ -1,4 +1,4 @@
-"""Threads take turns at a backend; who would wait for ever is told so at once."""
+"""One thread at a time uses a backend; re-entrant use raises instead of deadlocking."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 import ggmlb
 from ggmlb import Backend, BackendError, Context, Graph, GraphError, Scheduler
-from ggmlb.interface import turns
+from ggmlb.interface import stream_lock
 
 LONG = 60  # seconds until a test fails that waits
 
@@ -80,13 +80,13 @@ def test_a_way_back_over_another_backend_is_refused(n_tasks, streams):
 @pytest.mark.parametrize("n_tasks", [1, 2])
 @pytest.mark.parametrize("n", [2, 3])
 def test_threads_that_want_each_others_backends_do_not_wait_for_ever(n, n_tasks, streams, monkeypatch):
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(stream_lock, "PATIENCE_S", 0.5)
     backends, together = [streams() for _ in range(n)], Barrier(n)
     inner = [calling(backend, lambda: None) for backend in backends]
 
     def ask_next(i: int) -> None:
         if not together.broken and n_tasks == 1:
-            together.wait(LONG)  # each has its own turn
+            together.wait(LONG)  # each holds its own lock
         backends[(i + 1) % n].graph_compute(inner[(i + 1) % n])
 
     graphs = [calling(b, lambda i=i: ask_next(i), n_tasks) for i, b in enumerate(backends)]
@@ -104,7 +104,7 @@ def test_threads_that_want_each_others_backends_do_not_wait_for_ever(n, n_tasks,
     assert n_tasks > 1 or "refused" in found
 
 
-def test_another_thread_waits_for_its_turn(streams):
+def test_another_thread_waits_for_the_lock(streams):
     own, begun, go_on = streams(), Event(), Event()
     order = []
 

@@ -34,7 +34,7 @@ class CpuBackend(Backend):
     def __init__(self, device: CpuDevice, n_threads: int) -> None:
         super().__init__(device)
         self._workspace = Workspace(aligned_empty)
-        self._threads = Threads(n_threads, self._turns)
+        self._threads = Threads(n_threads, self._stream_lock)
 
     @property
     def n_threads(self) -> int:
@@ -50,11 +50,11 @@ class CpuBackend(Backend):
             ArgumentError: `n` is less than 1.
             GraphError: Called from a function that this backend calls.
         """
-        self._turns.run(self, self._use_threads, checked_n_threads(n))
+        self._stream_lock.run(self, self._use_threads, checked_n_threads(n))
 
     def _use_threads(self, n: int) -> None:
         self._threads.free()
-        self._threads = Threads(n, self._turns)
+        self._threads = Threads(n, self._stream_lock)
         self._plans.clear()
 
     def _plan(self, graph: Graph) -> GraphPlan:

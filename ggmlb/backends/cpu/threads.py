@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggmlb.interface.turns import Turns
+from ggmlb.interface.stream_lock import StreamLock
 from ggmlb.system.process import process_state, start_thread
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ class Threads:
 
     Args:
         n: Threads, the caller's included.
-        turns: The turns of the backend, whose holder calls `run`.
+        lock: The lock of the backend, held by the caller of `run`.
     """
 
-    def __init__(self, n: int, turns: Turns | None = None) -> None:
+    def __init__(self, n: int, lock: StreamLock | None = None) -> None:
         self.n = n
-        self._turns = turns or Turns()
+        self._stream_lock = lock or StreamLock()
         self._begin()
 
     def run(self, lists: Sequence[Steps]) -> None:
@@ -81,7 +81,7 @@ class Threads:
     def _start(self, n: int) -> int:
         """Start missing threads; return how many of `n` are running."""
         while self._n_started < min(n, self._most):
-            if start_thread("ggmlb-cpu", _serve, self._work, self._done, self._turns) is None:
+            if start_thread("ggmlb-cpu", _serve, self._work, self._done, self._stream_lock) is None:
                 self._most = self._n_started  # it is not asked again at each node
             else:
                 self._n_started += 1
@@ -89,9 +89,9 @@ class Threads:
 
 
 def _serve(
-    work: SimpleQueue[Iterator[Steps] | None], done: SimpleQueue[BaseException | None], turns: Turns
+    work: SimpleQueue[Iterator[Steps] | None], done: SimpleQueue[BaseException | None], lock: StreamLock
 ) -> None:
-    with turns.helped(), np.errstate(all="ignore"):  # the state is each thread's own
+    with lock.worker(), np.errstate(all="ignore"):  # the state is each thread's own
         while (lists := work.get()) is not None:
             try:
                 _run(lists)

@@ -59,7 +59,7 @@ class LlvmBackend(Backend):
             ArgumentError: `n` is less than 1.
             GraphError: Called from a callback of this backend.
         """
-        self._turns.run(self, self._use_threads, checked_n_threads(n))
+        self._stream_lock.run(self, self._use_threads, checked_n_threads(n))
 
     def _use_threads(self, n: int) -> None:
         self.pool.free()
