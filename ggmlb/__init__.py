@@ -5,7 +5,7 @@
     alloc_ctx_tensors, ...        place tensors in a device's memory (`ggmlb.runtime.alloc`)
     Scheduler                     split a graph over several devices, and run it
     open_gguf, save_gguf          metadata and tensors of a GGUF file (`ggmlb.models.gguf`)
-    evaluate                      all of it in one call, for notebooks
+    evaluate                      allocate and compute in one call, for notebooks
 
 Importing this package imports NumPy only. A backend and its array library are imported when one of its
 devices is first requested.
@@ -133,7 +133,7 @@ __version__ = "0.1.0"
 
 @_checked
 def open_gguf(path: "str | os.PathLike[str]") -> "GgufFile":
-    """Open a GGUF file: tensors by name, metadata by key, both read when they are used.
+    """Open a GGUF file: tensors by name, metadata by key; both are read lazily.
 
     Args:
         path: The file; of a split model, the first part (`...-00001-of-0000N.gguf`).
@@ -169,7 +169,7 @@ def save_gguf(
 def connect(
     address: str = "auto", devices: "Sequence[str] | None" = None, shared: "Sequence[str]" = ()
 ) -> "Cluster":
-    """Connect to a cluster of Ray, and register the devices of its machines: `node0/CPU`, `node1/CUDA0`.
+    """Connect to a Ray cluster, and register the devices of its machines: `node0/CPU`, `node1/CUDA0`.
 
     Args:
         address: Of the cluster, as `ray.init` takes it: `"auto"` for the one that this machine belongs to,

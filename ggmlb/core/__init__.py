@@ -1,1 +1,1 @@
-"""Programs: errors, types, tensors, ops, contexts and graphs. Independent of any device."""
+"""Device-independent core: errors, types, tensors, ops, contexts and graphs."""

@@ -30,7 +30,7 @@ _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 class Kind(NamedTuple):
-    """The values that an annotation allows.
+    """The check of one annotation: a predicate, and the expected value in words.
 
     Attributes:
         words: The expected value, for messages.
@@ -148,7 +148,7 @@ def _fault(name: str, kind: Kind, value: Any) -> str:
 
 
 def named(words: str) -> Callable[[Class], Class]:
-    """Class decorator: annotations of the class's name are checked; `words` describe an instance."""
+    """Class decorator: checks arguments annotated with the class; errors say "give `words`"."""
 
     def register(cls: Class) -> Class:
         _NAMED[cls.__name__] = Kind(words, lambda value: isinstance(value, cls))
@@ -159,7 +159,7 @@ def named(words: str) -> Callable[[Class], Class]:
 
 
 def alias(name: str, annotation: str) -> None:
-    """Define a name as another spelling of an annotation."""
+    """Check arguments annotated with the type alias `name` as if annotated with `annotation`."""
     kind = _kind(annotation)
     assert kind is not None, annotation
     _NAMED[name] = kind
@@ -261,7 +261,7 @@ def _split(annotation: str, at: str) -> list[str]:
 
 
 def answer(callback: str, value: Any) -> bool:
-    """Convert the result of a user's callback to a bool.
+    """Convert the value that a callback returned to a bool.
 
     Raises:
         ArgumentError: It is neither true nor false, as an array.
@@ -277,7 +277,7 @@ def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
 
     Raises:
         ShapeError: The values form no array.
-        ArgumentError: The array has a mask.
+        ArgumentError: The array is masked.
         DTypeError: The array holds no real numbers.
     """
     try:
@@ -285,7 +285,7 @@ def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
     except ValueError as error:
         raise ShapeError(f"{call}: {error}") from None
     if isinstance(values, np.ma.MaskedArray):
-        raise ArgumentError(f"{call}: the array has a mask; tensors have none, so fill it first")
+        raise ArgumentError(f"{call}: the array is masked; fill it first: array.filled(value)")
     kind = array.dtype.kind
     is_extension = kind == "V" and not issubclass(array.dtype.type, np.void)  # bfloat16; records are void
     if kind not in "biuf" and not is_extension:
@@ -294,11 +294,11 @@ def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
 
 
 def generator(seed: int, call: str) -> np.random.Generator:
-    """Return a random generator with a caller's seed.
+    """Return `numpy.random.default_rng(seed)`.
 
     Raises:
-        ArgumentError: It is negative.
+        ArgumentError: The seed is negative.
     """
     if seed < 0:
-        raise ArgumentError(f"{call}: seed is {seed}; give 0 or more")
+        raise ArgumentError(f"{call}: seed is {seed}; give a whole number from 0 on")
     return np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Context: creates the leaf tensors of a program and, with one method per op, its nodes."""
+"""Context: creates leaf tensors and, with one method per op, the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Context(
     """
 
     array_importer: ClassVar[Callable[[Any, DType | None, bool | None], Tensor]]
-    """Hook that places a leaf over an array; set by `ggmlb`, which knows the devices."""
+    """Hook that creates a leaf from an array; set by `ggmlb`, which knows the devices."""
 
     if not TYPE_CHECKING:  # to type checkers, an unknown method is an error already
 
@@ -105,19 +105,19 @@ class Context(
         return self._leaf(DType.parse(dtype), full_ne(ne, "new_tensor"), name)
 
     def new_tensor_1d(self, dtype: DType | str, ne0: int) -> Tensor:
-        """Return a new leaf with ne `[ne0]`; raises as `new_tensor` (ggml_new_tensor_1d)."""
+        """Return a new leaf with ne `[ne0]`; errors as in `new_tensor` (ggml_new_tensor_1d)."""
         return self._leaf(DType.parse(dtype), full_ne((ne0,), "new_tensor_1d"))
 
     def new_tensor_2d(self, dtype: DType | str, ne0: int, ne1: int) -> Tensor:
-        """Return a new leaf with ne `[ne0, ne1]`; raises as `new_tensor` (ggml_new_tensor_2d)."""
+        """Return a new leaf with ne `[ne0, ne1]`; errors as in `new_tensor` (ggml_new_tensor_2d)."""
         return self._leaf(DType.parse(dtype), full_ne((ne0, ne1), "new_tensor_2d"))
 
     def new_tensor_3d(self, dtype: DType | str, ne0: int, ne1: int, ne2: int) -> Tensor:
-        """Return a new leaf with ne `[ne0, ne1, ne2]`; raises as `new_tensor` (ggml_new_tensor_3d)."""
+        """Return a new leaf with ne `[ne0, ne1, ne2]`; errors as in `new_tensor` (ggml_new_tensor_3d)."""
         return self._leaf(DType.parse(dtype), full_ne((ne0, ne1, ne2), "new_tensor_3d"))
 
     def new_tensor_4d(self, dtype: DType | str, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
-        """Return a new leaf with four extents; raises as `new_tensor` (ggml_new_tensor_4d)."""
+        """Return a new leaf with four extents; errors as in `new_tensor` (ggml_new_tensor_4d)."""
         return self._leaf(DType.parse(dtype), full_ne((ne0, ne1, ne2, ne3), "new_tensor_4d"))
 
     def dup_tensor(self, src: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class Context(
     # -- data ----------------------------------------------------------------------------------
 
     def set_zero(self, tensor: Tensor) -> Tensor:
-        """Set all bytes of a placed tensor to zero; return it (ggml_set_zero).
+        """Set all bytes of an allocated tensor to zero; return it (ggml_set_zero).
 
         Raises:
             NotAllocatedError: The tensor is in no buffer.
@@ -253,5 +253,5 @@ def _flag(tensor: Tensor, flag: int) -> Tensor:
     if not tensor.flags & flag:
         tensor.flags |= flag
         if tensor.buffer is not None:
-            placement_clock.tick()  # plans that have it must keep what they might have fused
+            placement_clock.tick()  # a plan may have fused the node, so that its result is not stored
     return tensor

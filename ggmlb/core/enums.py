@@ -222,7 +222,7 @@ class RopeType(IntEnum):
 
 
 class SortOrder(IntEnum):
-    """`GGML_SORT_ORDER_*`."""
+    """`GGML_SORT_ORDER_*`: ascending or descending."""
 
     ASC = 0
     DESC = 1
@@ -258,7 +258,7 @@ class ScaleFlag(IntEnum):
 
 
 class OpPool(IntEnum):
-    """`GGML_OP_POOL_*`."""
+    """`GGML_OP_POOL_*`: maximum or mean."""
 
     MAX = 0
     AVG = 1
@@ -291,7 +291,7 @@ class Status(IntEnum):
 
 
 class BufferUsage(Enum):
-    """Contents of a buffer (`GGML_BACKEND_BUFFER_USAGE_*`), read by the scheduler."""
+    """Purpose of a buffer, which guides the scheduler (`GGML_BACKEND_BUFFER_USAGE_*`)."""
 
     ANY = "any"
     WEIGHTS = "weights"

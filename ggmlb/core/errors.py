@@ -14,8 +14,8 @@
     ├── BackendError        (RuntimeError)  the array library or the device reported a failure
     │   ├── BackendUnavailable              library, driver or card is missing: automatic choice skips it
     │   ├── BackendBroken                   installed, but failing or of the wrong API version
-    │   └── DeviceLostError                 a device that does not answer any more, with all that it held
-    ├── SanitizerError      (RuntimeError)  an unordered or invalid memory access; carries `kind`
+    │   └── DeviceLostError                 a device no longer answers; its memory is lost
+    ├── SanitizerError      (RuntimeError)  a data race or an invalid memory access; carries `kind`
     ├── RegistryError       (LookupError)   an unknown device or backend name, or a duplicate one
     │   └── MissingBackendError (FileNotFoundError) no backend at a path
     └── ModelError          (ValueError)    a model folder or file that is missing, cut short or wrong
@@ -34,7 +34,7 @@ from typing import Any, Final
 
 
 class Error(Exception):
-    """Base of all errors raised by ggmlb; `facts` become attributes.
+    """Base of all errors raised by ggmlb; keyword arguments become attributes.
 
     Args:
         message: The request, the finding, and the remedy. Control characters (from names of tensors and
@@ -129,11 +129,11 @@ class DeviceLostError(BackendError):
 
 
 class SanitizerError(Error, RuntimeError):
-    """The sanitizer found an invalid or unordered memory access.
+    """The sanitizer found a data race or an invalid memory access.
 
     `kind` is `race` (unordered with another access), `freed` (the memory was freed), `unrecorded` (wait
     for an event that was never recorded), `changed` (host memory changed during a transfer) or
-    `unwritten`.
+    `unwritten` (memory read before it was written).
     """
 
     kind: str

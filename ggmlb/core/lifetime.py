@@ -1,4 +1,4 @@
-"""Base classes for resources that cannot be copied and, some of them, must be freed."""
+"""Base classes for resources that cannot be copied, or that must be freed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Unique:
-    """A resource of this process or its devices, which cannot be copied or pickled."""
+    """Base class of objects that cannot be copied or pickled: devices, buffers, streams."""
 
     def __init_subclass__(cls) -> None:
         """Check the arguments of public methods, for classes of ggmlb only."""
@@ -26,7 +26,7 @@ class Unique:
             arguments.checked_methods(cls)
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        """Raise BackendBroken for a class of a backend's author that lacks a method."""
+        """Raise BackendBroken if the class of a backend lacks an abstract method."""
         if missing := getattr(cls, "__abstractmethods__", None):
             raise BackendBroken(
                 f"{cls.__module__}.{cls.__qualname__} lacks {', '.join(sorted(missing))}: a backend "
@@ -36,8 +36,8 @@ class Unique:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ArgumentError(
-            f"{kind_of(self)} belongs to this process and its devices; neither it nor its tensors can be "
-            "copied or pickled; use the values: to_numpy() returns them, set_array() writes them"
+            f"{kind_of(self)} and its tensors belong to this process and its devices, and cannot be "
+            "copied or pickled; copy the values by to_numpy() and set_array()"
         )
 
 
@@ -61,7 +61,7 @@ class Freeable(Unique, ABC):
     """A resource that `free` releases. A context manager, which frees it on exit.
 
     `free` changes the class of the object to one whose public methods and properties raise `FreedError`, so
-    that a usable object asks nothing before each use. What the constructor stored stays readable.
+    that calls on a live object need no check. Attributes set by the constructor stay readable.
 
     Attributes:
         is_freed: Whether it was freed; every later use is an error.
@@ -121,7 +121,7 @@ def _ending(free: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 _READABLE: Final = ("check_", "is_freed", "name")
-"""What the public methods and properties begin with that freed objects have as before."""
+"""Prefixes of public methods and properties that still work on freed objects."""
 
 _CALLED: Final = ("__call__", "__contains__", "__enter__", "__getitem__", "__iter__", "__len__")
 """Special methods that raise, besides the public ones."""

@@ -1,7 +1,7 @@
 """Operators of tensors: NumPy's notation for ops of their context; nothing is computed here.
 
-Shapes, axes and indices are in NumPy's order, which is `ne` reversed. As `Tensor.shape`, they know no
-leading extents of 1: ne `[4, 1]` is a vector of 4.
+Shapes, axes and indices are in NumPy's order, which is `ne` reversed. As in `Tensor.shape`,
+leading extents of 1 are dropped: ne `[4, 1]` is a vector of 4.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WithNumber = Callable[["Context", "Tensor", float], "Tensor"]
 
 
 class Operators:
-    """`+`, `-`, `*`, `/`, `@`, indexing, `T`, `reshape` and `len` of a `Tensor`, its only subclass.
+    """Base class of `Tensor`: `+`, `-`, `*`, `/`, `@`, indexing, `T`, `reshape` and `len`.
 
     A result belongs to the context of its operands.
 
     Raises:
         ArgumentError: The operands are of two contexts, or one is neither a tensor nor a number.
-        GraphError: The context is gone.
+        GraphError: The context was garbage-collected.
         ShapeError: The shapes do not fit by NumPy's rules.
         DTypeError: The op does not take the types.
     """
@@ -105,7 +105,7 @@ class Operators:
 
     @property
     def T(self) -> Tensor:
-        """A view with the axes in reverse, as `Context.transpose` or `permute`; a vector is itself."""
+        """A view with the axes reversed (`transpose`, `permute`); of a vector, the tensor itself."""
         a = _tensor(self)
         n = a.n_dims
         if n == 1:
@@ -119,7 +119,7 @@ class Operators:
     def reshape(self, *shape: int | tuple[int, ...]) -> Tensor:
         """Return the elements in another shape, in NumPy's order; one extent may be -1.
 
-        A view, as `Context.reshape_4d`; of a copy (`cont`) if the elements do not lie in order.
+        A view, as `Context.reshape_4d`; of a copy (`cont`) if the tensor is not contiguous.
 
         Raises:
             ShapeError: It has another number of elements, or more than four extents.
@@ -157,7 +157,7 @@ class Operators:
             raise ShapeError(f"{_indexed(a, key)}: the view has {len(dims)} axes; a tensor has at most four")
         ne, nb = [n for n, _ in reversed(dims)], [stride for _, stride in reversed(dims)]
         if a.dtype.is_quantized and (not dims or nb[0] != a.dtype.type_size):
-            raise ShapeError(f"{_indexed(a, key)}: blocks lie along the last axis: keep it, or use cont")
+            raise ShapeError(f"{_indexed(a, key)}: blocks must stay along the last axis; apply cont first")
         while len(ne) < 4:
             nb.append(nb[-1] * ne[-1] if ne else a.dtype.type_size)
             ne.append(1)
@@ -186,8 +186,7 @@ def _tensor(a: Operators) -> Tensor:
 
 def _refuse(symbol: str, other: object) -> NoReturn:
     raise ArgumentError(
-        f"{symbol}: {type(other).__name__} is neither a tensor nor a number; make a tensor of it by "
-        "Context.from_array"
+        f"{symbol}: {type(other).__name__} is neither a tensor nor a number; convert it by Context.from_array"
     )
 
 
@@ -198,13 +197,13 @@ def _context(symbol: str, *operands: Tensor) -> Context:
     for a, ctx in zip(operands, contexts, strict=True):
         if ctx is None:
             raise GraphError(
-                f"{symbol} of {a.describe()}: the Context that made it is gone, or none did; "
-                "keep it, or call the ops of another Context"
+                f"{symbol} of {a.describe()}: it has no Context, or that was garbage-collected; "
+                "keep a reference to the Context, or call the ops of another one"
             )
         if ctx is not first:
             raise ArgumentError(
                 f"{symbol}: {operands[0].describe()} and {a.describe()} are of two contexts; call "
-                "the op of the one that shall hold the result, as ctx.add(a, b)"
+                "the op of the one that the result belongs to: ctx.add(a, b)"
             )
     assert first is not None
     return first
@@ -255,7 +254,7 @@ def _expanded(a: Tensor, key: Index) -> list[Index]:
         raise BoundsError(f"{_indexed(a, key)}: there are only {a.n_dims} axes, of extents {a.shape}")
     places = [i for i, k in enumerate(keys) if k is Ellipsis]
     if len(places) > 1:
-        raise ArgumentError(f"{_indexed(a, key)}: `...` may stand once")
+        raise ArgumentError(f"{_indexed(a, key)}: give `...` only once")
     at = places[0] if places else len(keys)
     return [*keys[:at], *[slice(None)] * n_missing, *keys[at + 1 :]]
 
@@ -283,7 +282,7 @@ def _window(a: Tensor, keys: list[Index]) -> tuple[list[tuple[int, int]], int]:
             block = a.dtype.block_size
             if not isinstance(key, slice) or step != 1 or start % block or taken % block:
                 raise ShapeError(
-                    f"{_indexed(a, key)}: the last axis is of blocks of {block} elements; take whole ones"
+                    f"{_indexed(a, key)}: rows consist of blocks of {block} elements; take whole blocks"
                 )
             offset += start // block * stride
         else:
@@ -298,7 +297,7 @@ def _position(a: Tensor, key: Any, n: int) -> int:
         i = index(key)
     except TypeError:
         raise ArgumentError(
-            f"{_indexed(a, key)}: give whole numbers and slices; Context.get_rows takes rows by their numbers"
+            f"{_indexed(a, key)}: give whole numbers and slices; for rows by index, use Context.get_rows"
         ) from None
     if not -n <= i < n:
         raise BoundsError(f"{_indexed(a, key)}: the extent is {n}")

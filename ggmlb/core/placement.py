@@ -1,4 +1,4 @@
-"""Changes of tensor placements and op parameters, which invalidate plans; overlap of tensors."""
+"""Version counter of tensor placements and op parameters, checked by graph plans; overlap of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PlacementClock:
-    """Counter of changes to tensor placements and parameters.
+    """Version counter of tensor placements and op parameters.
 
     A graph plan binds addresses and parameters. It is valid while the count is unchanged. After a change, the
     plan compares its tensors with those it bound (see `ggmlb.interface.plan`).
@@ -31,7 +31,7 @@ placement_clock = PlacementClock()
 
 
 class Params(dict[str, Any]):
-    """An op's parameters by name; a change ticks the placement clock."""
+    """An op's parameters by name; a change advances `placement_clock`, so that plans notice it."""
 
     __slots__ = ()
 
@@ -88,7 +88,7 @@ Zeros = list[tuple[int, str, float]]
 
 
 def zeros_of(params: Iterable[Mapping[str, Any]]) -> Zeros:
-    """Return the zero floats among parameters."""
+    """Return position, name and sign of each zero float."""
     return [
         (i, name, copysign(1.0, value))
         for i, each in enumerate(params)
@@ -99,7 +99,7 @@ def zeros_of(params: Iterable[Mapping[str, Any]]) -> Zeros:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether facts with parameters are equal; arrays in a custom function's data have no truth value."""
+    """Whether `a == b`; `False` if the comparison is ambiguous, as of NumPy arrays in parameters."""
     try:
         return bool(a == b)
     except ValueError:
@@ -107,14 +107,14 @@ def are_equal(a: Any, b: Any) -> bool:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share a byte, by their placement or, before it, by their view sources."""
+    """Whether two tensors may share a byte: by address if both are allocated, else by `view_src`."""
     if a.buffer is not None and b.buffer is not None:
         return a.buffer is b.buffer and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
     return (a.view_src or a) is (b.view_src or b)
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same elements at the same place."""
+    """Whether two tensors have the same address, type, extents and strides."""
     places = [
         (id(t.buffer), t.offset) if t.buffer is not None else (id(t.view_src or t), t.view_offs)
         for t in (a, b)

@@ -49,13 +49,13 @@ class Layout:
 
 
 MAX_LAYOUTS = 1 << 16
-"""Most layouts that are remembered; beyond it, all are forgotten, and equal ones may be two objects."""
+"""Maximum number of cached layouts; a full cache is cleared, after which equal layouts may be two objects."""
 
 _layouts: dict[tuple[Any, ...], Layout] = {}
 
 
 def layout_of(dtype: DType, ne: Ne, nb: Ne | None = None) -> Layout:
-    """Return the layout of these extents and strides; contiguous without strides.
+    """Return the layout of a type, extents and strides (default: contiguous).
 
     Raises:
         ShapeError: `ne[0]` of a contiguous layout is not a whole number of blocks.
@@ -173,7 +173,7 @@ class Tensor(Operators):
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
-        """The operands that are present."""
+        """The operands, without absent optional ones."""
         return tuple([s for s in self.src if s is not None])
 
     def operand(self, i: int) -> Tensor:
@@ -184,7 +184,7 @@ class Tensor(Operators):
         """
         found = self.src[i]
         if found is None:
-            raise GraphError(f"{self.describe()} has no operand {i}; its op needs it")
+            raise GraphError(f"{self.describe()} lacks operand {i}; create nodes by methods of Context")
         return found
 
     def optional(self, i: int) -> Tensor | None:
@@ -231,7 +231,7 @@ class Tensor(Operators):
         return self.ne[0] == self.dtype.block_size or self.nb[0] == self.dtype.type_size
 
     def has_whole_blocks(self) -> bool:
-        """Whether rows are whole blocks in memory: a view that moves dimension 0 has none."""
+        """Whether each row consists of whole blocks; not if a view moved dimension 0 elsewhere."""
         moved = self.op is Op.TRANSPOSE or (self.op is Op.PERMUTE and self.params["axes"][0] != 0)
         return self.nb[0] == self.dtype.type_size and (not moved or self.layout.is_plain)
 
@@ -248,7 +248,7 @@ class Tensor(Operators):
         return self.nb[0] > self.nb[1] or self.nb[1] > self.nb[2] or self.nb[2] > self.nb[3]
 
     def reading(self, src: tuple[Tensor | None, ...], view_src: Tensor | None) -> Tensor:
-        """Return a copy of this tensor at the same place with other operands; `params` are shared."""
+        """Return a copy of this tensor, in the same memory, that reads other operands; shares `params`."""
         clone: Tensor = object.__new__(Tensor)
         clone.dtype = self.dtype
         clone.ne = self.ne
@@ -274,7 +274,7 @@ class Tensor(Operators):
 
     @property
     def context(self) -> Context | None:
-        """The context that made it, to which results of operators belong; `None` if it is gone."""
+        """The context that created it, and creates the results of operators; `None` if garbage-collected."""
         return None if self.maker is None else self.maker()
 
     # -- data ----------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Tensor(Operators):
 
     @checked
     def set_array(self, array: npt.ArrayLike, dtype: DType | str | None = None) -> None:
-        """Write a NumPy array of `shape` (extents of 1 aside), converting or quantising it.
+        """Write a NumPy array of `shape`, ignoring extents of 1; values are converted or quantised.
 
         Args:
             array: The values; or blocks, uint8 of shape `(..., row_size)`.
@@ -323,7 +323,7 @@ class Tensor(Operators):
             ShapeError: The array has another shape.
             DTypeError: The tensor's type cannot be written, the array holds no real numbers, or none of
                 `dtype`, or the tensor's integers do not have one of them.
-            ArgumentError: The array has a mask.
+            ArgumentError: The array is masked.
         """
         self.placed("set_array")
         array = real_numbers(array, f"set_array on {self.describe()}")
@@ -348,7 +348,7 @@ class Tensor(Operators):
             differ = blocks.view(self.dtype.numpy).reshape(full) != array.reshape(full)
             if differ.any():
                 raise DTypeError(
-                    f"set_array on {self.describe()}: {array.reshape(full)[differ][0]} is no number of "
+                    f"set_array on {self.describe()}: {array.reshape(full)[differ][0]} cannot be stored as "
                     f"{self.dtype}; round and clip the values, or use a float type"
                 )
         self._set_blocks(blocks)
@@ -412,7 +412,7 @@ class Tensor(Operators):
         self.placed("copy_to").tensor_copy(self, dst)
 
     def placed(self, call: str) -> Buffer:
-        """Return the buffer that holds the tensor, for a call that needs its data.
+        """Return the buffer that holds the data; raise if there is none, naming `call`.
 
         Raises:
             NotAllocatedError: The tensor is in no buffer; the message names the call.
@@ -458,8 +458,8 @@ class Tensor(Operators):
         """As `as_array`, for a library that may read immediately; elements must be numbers."""
         if self.dtype.is_quantized:
             raise DTypeError(
-                f"{call} of {self.describe()}: its memory holds blocks, not numbers; "
-                "to_numpy() dequantises a copy, as_array() shows the bytes"
+                f"{call} of {self.describe()}: a quantised tensor holds blocks, not numbers; "
+                "use to_numpy() for dequantised values, as_array() for raw bytes"
             )
         return self.placed(call).exported(self, call)
 
@@ -521,7 +521,7 @@ class Tensor(Operators):
             raise DTypeError(f"__dlpack__ of {self.describe()}: {error}; convert it first") from error
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return DLPack's type and number of the device that the memory is on; raises as `__dlpack__`."""
+        """Return DLPack's type and number of the device that the memory is on; errors as in `__dlpack__`."""
         device: tuple[int, int] = self._exportable().__dlpack_device__()
         return device
 
@@ -591,7 +591,7 @@ def can_repeat(a: Tensor, b: Tensor) -> bool:
 
 
 def spanned_bytes(array: Any) -> int:
-    """Return the bytes from an array's first element to the end of its last; strides are not negative."""
+    """Return the bytes from an array's first element to the end of its last; its strides must be positive."""
     if 0 in array.shape:
         return 0
     steps: int = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
@@ -599,7 +599,7 @@ def spanned_bytes(array: Any) -> int:
 
 
 def spanned(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """View the memory from an array's first element to the end of its last; its strides are not negative."""
+    """View the memory that `spanned_bytes` counts as flat uint8."""
     if not array.size:
         return np.empty(0, np.uint8)
     nbytes = spanned_bytes(array)

@@ -1,6 +1,6 @@
 """Abstract base classes of a backend (ggml-backend.h and ggml-backend-impl.h).
 
-    BackendReg ── Device ──┬── BufferType ── Buffer     where data lies
+    BackendReg ── Device ──┬── BufferType ── Buffer     kinds of memory, and allocations
                            ├── Backend ── GraphPlan     a stream on the device, and work bound for it
                            └── Event                    a point in a stream's work
 

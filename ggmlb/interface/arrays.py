@@ -29,7 +29,7 @@ _pointer_of: Final = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes
 
 
 def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
-    """Create a placed leaf with an array's values; see `Context.from_array`."""
+    """Return a leaf that shares or copies an array's memory; see `Context.from_array`."""
     is_python = isinstance(array, (Sequence, int))
     array = _on_host(array)
     if array.ndim > 4:
@@ -50,7 +50,7 @@ def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
 
 
 class _BlockLayout:
-    """Extents and strides of the tensor whose blocks an array of uint8 has.
+    """Extents and strides of a quantised tensor, given its blocks as an array of uint8.
 
     Attributes:
         ne: Extents in ggml order.
@@ -64,8 +64,8 @@ class _BlockLayout:
         row_size = array.shape[-1] if array.ndim else 0
         if not array.ndim or row_size % dtype.type_size:
             raise ShapeError(
-                f"from_array: uint8 with dtype {dtype.name} are its blocks, but rows of {row_size} bytes are "
-                f"not whole blocks of {dtype.type_size} bytes; for values, convert them to float32 first"
+                f"from_array: uint8 with dtype {dtype.name} means raw blocks, but rows of {row_size} bytes "
+                f"are not whole blocks of {dtype.type_size} bytes; to quantise, convert values to float32"
             )
         ne, nb = _layout(array)
         self.ne = (row_size // dtype.type_size * dtype.block_size, *ne[1:])
@@ -73,7 +73,7 @@ class _BlockLayout:
         self._array = array
 
     def why_not_shared(self) -> str | None:
-        """Return the reason why the array's memory is no tensor's, or `None`."""
+        """Return why a tensor cannot share the array's memory, or `None`."""
         if self._array.strides[-1] != 1 and self._array.shape[-1] > 1:
             return "the bytes of a row are not contiguous"
         return _why_not_shared(self._array, None)
@@ -129,7 +129,7 @@ def _bfloat16(array: Any) -> npt.NDArray[Any] | None:
     bits = ctypes.c_uint8.from_address(tensor + 21)
     if (code.value, bits.value) != (DL_BFLOAT, 16):
         return None
-    code.value = DL_UINT  # in the capsule's own description, which nobody else has
+    code.value = DL_UINT  # the capsule is new, so that nothing else reads its description
     return np.from_dlpack(_Capsule(capsule)).view(DType.BF16.numpy)
 
 
@@ -152,7 +152,7 @@ class _OnCuda:
         read_only: Whether its memory may not be written.
 
     Raises:
-        ArgumentError: It has a mask.
+        ArgumentError: It is masked.
     """
 
     def __init__(self, array: Any) -> None:
@@ -170,7 +170,7 @@ class _OnCuda:
 
 
 def _masked(array: Any) -> ArgumentError:
-    return ArgumentError(f"from_array: {_kind(array)} has a mask; tensors have none, so fill it first")
+    return ArgumentError(f"from_array: {_kind(array)} is masked; give an array without a mask")
 
 
 def _type_of(dtype: np.dtype[Any], is_python: bool) -> DType:
@@ -188,7 +188,7 @@ def _type_of(dtype: np.dtype[Any], is_python: bool) -> DType:
 
 
 def _why_not_shared(array: Any, dtype: DType | None) -> str | None:
-    """Return the reason why an array's memory is no tensor's, or `None`; `dtype=None` stands for its own."""
+    """Return why a tensor cannot share an array's memory, or `None`; `dtype` is by default the array's."""
     if dtype is not None and (dtype.is_quantized or np.dtype(array.dtype) != dtype.numpy):
         return f"{array.dtype} must be converted to {dtype}, unless dtype says otherwise"
     if isinstance(array, _OnCuda) and array.read_only:
@@ -241,7 +241,7 @@ def _fetched(array: Any) -> npt.NDArray[Any]:
         return array
     owner = _owner(array)
     if not hasattr(owner, "get"):
-        raise ArgumentError(f"from_array: {_kind(array)} lies on a device; copy it to the host first")
+        raise ArgumentError(f"from_array: {_kind(array)} is on a device; copy it to the host first")
     fetched: npt.NDArray[Any] = owner.get()
     return fetched
 

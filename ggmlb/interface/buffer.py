@@ -1,4 +1,4 @@
-"""Buffer: an allocation of device or host memory that holds tensors; and several as one."""
+"""Buffer: an allocation that holds tensors. MultiBuffer: several that are used as one."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Buffer(Freeable):
     @property
     @abstractmethod
     def base(self) -> Any:
-        """The memory as the array library sees it; a flat uint8 array where `is_host`.
+        """The memory as an object of the device's library; a flat uint8 array if `is_host`.
 
         Source: ggml_backend_buffer_get_base.
         """
 
     @property
     def usage(self) -> BufferUsage:
-        """Kind of its contents, read by the scheduler; set it to a member or its name.
+        """Purpose of the buffer, which guides the scheduler; settable, also by name.
 
         Raises:
             ArgumentError: There is no such usage.
@@ -72,7 +72,7 @@ class Buffer(Freeable):
     @usage.setter
     def usage(self, usage: BufferUsage | str) -> None:
         self._usage = as_enum("buffer.usage", BufferUsage, usage)
-        placement_clock.tick()  # plans leave out what nobody else reads of compute memory
+        placement_clock.tick()  # plans do not store fused results in compute memory
         self._set_usage(self._usage)
 
     @property
@@ -92,11 +92,11 @@ class Buffer(Freeable):
 
     @property
     def allocations(self) -> tuple[Buffer, ...]:
-        """The buffers with memory of their own: itself, or those that it is made of."""
+        """The underlying allocations: itself, or the buffers that it consists of."""
         return (self,)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
-        """Return what holds a tensor here that is no view, each in one memory: itself, or its parts."""
+        """Return `root`, or the tensors on each device that together hold it; `root` is not a view."""
         return (root,)
 
     @property
@@ -110,7 +110,7 @@ class Buffer(Freeable):
         return self.buft.max_size
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Bytes that the tensor takes here (ggml_backend_buffer_get_alloc_size)."""
+        """Bytes that the tensor needs in this memory (ggml_backend_buffer_get_alloc_size)."""
         return self.buft.alloc_size(tensor)
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
@@ -118,12 +118,12 @@ class Buffer(Freeable):
         return self.buft.stored_layout(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the byte order of a tensor's blocks in this memory; see `BufferType.packing`."""
+        """Name of the layout in which this memory packs a tensor's blocks; see `BufferType.packing`."""
         return self.buft.packing(tensor)
 
     @property
     def prepares_tensors(self) -> bool:
-        """Whether `init_tensor` does anything here."""
+        """Whether `init_tensor` has an effect in this memory."""
         return type(self)._init_tensor is not Buffer._init_tensor
 
     # -- data ----------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Buffer(Freeable):
         tensor_copy(src, dst)
 
     def init_tensor(self, tensor: Tensor) -> None:
-        """Prepare a tensor just placed here (ggml_backend_buffer_init_tensor)."""
+        """Initialise a tensor that was placed in this buffer (ggml_backend_buffer_init_tensor)."""
         self._init_tensor(tensor)
 
     def clear(self, value: int = 0) -> None:
@@ -269,7 +269,7 @@ class Buffer(Freeable):
             self._clear(value)
 
     def reset(self) -> None:
-        """Discard the preparations of `init_tensor` (ggml_backend_buffer_reset)."""
+        """Undo `init_tensor` for all tensors (ggml_backend_buffer_reset)."""
         self._reset()
 
     def free(self) -> None:
@@ -307,7 +307,7 @@ class Buffer(Freeable):
         return self._as_array(tensor, tensor.dtype.numpy, shape, strides)
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """As `as_array`, for an array protocol, whose caller may read immediately: waits for queued work."""
+        """Return `as_array` once queued work is done, for array protocols, whose callers do not wait."""
         if observers:
             return Action(call, None, [reading(tensor)]).run(self.as_array, tensor)
         return self.as_array(tensor)
@@ -315,7 +315,7 @@ class Buffer(Freeable):
     # -- checks --------------------------------------------------------------------------------
 
     def check_holds(self, tensor: Tensor, call: str) -> None:
-        """Raise unless the tensor is in this buffer, its rows whole blocks.
+        """Raise unless the tensor is in this buffer and its rows consist of whole blocks.
 
         Raises:
             ArgumentError: It is in another buffer, or in none.
@@ -326,27 +326,27 @@ class Buffer(Freeable):
             self.check_alive(call)
         if tensor.dtype.is_quantized and not tensor.has_whole_blocks():
             raise ShapeError(
-                f"{call} on {tensor.describe()}: a transposed view cuts the {tensor.dtype} blocks of rows; "
-                "use the tensor that it views, or cast that to f32 and transpose"
+                f"{call} on {tensor.describe()}: a transposed view splits {tensor.dtype} blocks; "
+                "use its source, or transpose a copy of that in f32"
             )
         if tensor.buffer is not self:
             where = "no buffer yet" if tensor.buffer is None else f"another buffer, {tensor.buffer!r}"
             raise ArgumentError(
-                f"{call} on {tensor.describe()}: the tensor lies in {where}; call its own methods, which "
-                "find its buffer"
+                f"{call} on {tensor.describe()}: the tensor is in {where}; call methods of the tensor, "
+                "which find its buffer"
             )
 
     def check_writable(self, call: str, tensor: Tensor | None = None) -> None:
-        """Raise if a tensor, or the whole memory, is to be written but is read-only.
+        """Raise if the buffer is read-only, naming the call and the tensor to write.
 
         Raises:
-            BackendError: It is.
+            BackendError: The buffer is read-only.
         """
         if self.is_read_only:
             what = f"write to {tensor.describe()}" if tensor is not None else "write"
             raise BackendError(
-                f"{call} cannot {what}: {self!r} lies over read-only host memory; copy the data into "
-                "a buffer of your own first"
+                f"{call} cannot {what}: {self!r} is read-only host memory; copy the data into "
+                "another buffer first"
             )
 
     def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> tuple[int, int]:
@@ -426,7 +426,7 @@ class Buffer(Freeable):
 
 
 class PartedBuffer(Buffer):
-    """A buffer made of other buffers, which it clears, frees and gives a usage together.
+    """A buffer made of other buffers; clearing, freeing and setting `usage` apply to all of them.
 
     Attributes:
         parts: The buffers it consists of.
@@ -438,17 +438,17 @@ class PartedBuffer(Buffer):
 
     @property
     def is_planned(self) -> bool:
-        """Whether its parts are."""
+        """Whether a part has no memory, because it was allocated within `planned_memory`."""
         return any(part.is_planned for part in self.parts)
 
     @property
     def allocations(self) -> tuple[Buffer, ...]:
-        """Those of its parts."""
+        """The allocations of all parts."""
         return tuple(inner for part in self.parts for inner in part.allocations)
 
     @property
     def base(self) -> Any:
-        """The bases of the parts."""
+        """The `base` of each part."""
         return tuple(part.base for part in self.parts)
 
     def _set_usage(self, usage: BufferUsage) -> None:
@@ -470,7 +470,7 @@ class PartedBuffer(Buffer):
 
 
 class MultiBuffer(PartedBuffer):
-    """Buffers of one type for tensors that exceed the largest buffer; each tensor is in one part.
+    """Several buffers of one type used as one, for more data than one may hold; each tensor is in one.
 
     Raises:
         ArgumentError: No parts were given.
@@ -490,7 +490,7 @@ class MultiBuffer(PartedBuffer):
 
     def _refuse(self, tensor: Tensor, *where: Any, **named: Any) -> NoReturn:
         raise ArgumentError(
-            f"{tensor.describe()} is not in the MultiBuffer but in one of its parts; use its `buffer`"
+            f"{tensor.describe()} is not in the MultiBuffer but in one of its parts; use tensor.buffer"
         )
 
     _set_tensor = _get_tensor = _memset_tensor = _refuse

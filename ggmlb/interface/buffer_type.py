@@ -53,15 +53,15 @@ class BufferType(Unique, ABC):
         return tensor.nbytes
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether such a tensor is what the memory is for: a weight whose products are faster from here.
+        """Whether to place a weight in this memory, because products with it are then faster.
 
-        Asked of extra buffer types, which only products read (and `get_rows`, where they say so); for other
-        readers the scheduler copies the tensor, if it `is_readable`.
+        For `extra_bufts`, which only products can read (some also `get_rows`); for other ops the scheduler
+        copies the tensor, if it `is_readable`.
         """
         return True
 
     def is_readable(self, tensor: Tensor) -> bool:
-        """Whether the bytes of a tensor can be read back from this memory, and so copied to another one.
+        """Whether the bytes of a tensor can be read back from this memory, and copied to another.
 
         False only for memory that stores it in another type. A scheduler gives such a tensor to no device
         that would need a copy of it.
@@ -69,13 +69,13 @@ class BufferType(Unique, ABC):
         return True
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Type and byte strides of a tensor in this memory; its own unless it is stored in another layout."""
+        """Type and byte strides in which this memory stores a tensor; by default its own."""
         return tensor.dtype, tensor.nb
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the byte order of a tensor's blocks in this memory; empty for ggml's own.
+        """Name of the layout in which this memory packs a tensor's blocks; empty for ggml's.
 
-        Kernels for another order have it as a suffix of the type's name.
+        Kernels for a packed layout have it as a suffix of the type's name.
         """
         return ""
 
@@ -106,7 +106,7 @@ class BufferType(Unique, ABC):
         return buffer
 
     def place_tensors(self, tensors: Sequence[Tensor]) -> Buffer | None:
-        """Place the tensors of a context, if this memory has a placement of its own; else return `None`.
+        """Place the tensors of a context in a special way, as over several devices; else return `None`.
 
         If `None`, `alloc_tensors` places them one after another in buffers of this type.
         """

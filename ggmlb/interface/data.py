@@ -18,11 +18,11 @@ Source = npt.ArrayLike | bytes | memoryview
 """Data that a caller may write to a tensor, as raw bytes."""
 
 NEW: Final = np.empty(0, np.uint8)
-"""Stands for an array that a transfer makes."""
+"""Placeholder: the transfer allocates the array."""
 
 
 class Pieces(NamedTuple):
-    """A strided transfer: pieces of equal size, evenly spaced in the tensor and in the data.
+    """A strided transfer: pieces of equal size, at equal distances in the tensor and in the data.
 
     Attributes:
         offset: Start of the first piece in the tensor [bytes]; in the data, it is 0.
@@ -39,7 +39,7 @@ class Pieces(NamedTuple):
     stride_data: int
 
     def checked(self, call: str, tensor: Tensor, data: Bytes) -> Pieces:
-        """Return the pieces in Python's integers.
+        """Return the pieces as Python ints, checked against the data.
 
         Raises:
             BoundsError: A number is negative, or a piece ends beyond the data.
@@ -74,15 +74,14 @@ def as_bytes(data: Source) -> Bytes:
     """View data as a flat uint8 array; copied if not contiguous.
 
     Raises:
-        ArgumentError: The data has no buffer of bytes (a list, a str, objects).
+        ArgumentError: The data is not raw bytes (a list, a str, objects).
     """
     if isinstance(data, (bytes, bytearray)):
         return np.frombuffer(data, np.uint8)
     array = None if isinstance(data, (list, tuple, str)) else np.ascontiguousarray(data)
     if array is None or array.dtype.hasobject:
         raise ArgumentError(
-            f"{kind_of(data)} has no buffer of bytes; give bytes or an array of numbers, or let set_array "
-            "convert"
+            f"{kind_of(data)} is not raw bytes; give bytes or a numeric array, or convert values by set_array"
         )
     return array.reshape(-1).view(np.uint8)
 
@@ -110,5 +109,5 @@ def host_bytes(array: Source, call: str, *, is_written: bool = False) -> Bytes:
     is_flat = isinstance(array, np.ndarray) and array.flags.c_contiguous and not array.dtype.hasobject
     if not isinstance(array, np.ndarray) or not is_flat or (is_written and not array.flags.writeable):
         use, kind = ("written", "writable C-contiguous") if is_written else ("used", "C-contiguous")
-        raise ArgumentError(f"{call}: the array's memory is {use} in place; give a {kind} NumPy array")
+        raise ArgumentError(f"{call}: {kind_of(array)} cannot be {use} in place; give a {kind} NumPy array")
     return array.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Device and BackendReg: devices, their capabilities, and the ops that they decline."""
+"""Device and BackendReg: devices, their capabilities, and which ops they support."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProps:
-    """Facts about a device (ggml_backend_dev_props).
+    """Properties of a device (ggml_backend_dev_props).
 
     Attributes:
         name: Unique name, as `CUDA0`.
@@ -76,14 +76,14 @@ class Device(Unique, ABC):
     """A processor with memory (ggml_backend_device).
 
     Attributes:
-        by_name_only: Whether automatic choices pass over it, though it comes with ggmlb.
+        by_name_only: Whether it is used only if named, though it is part of ggmlb.
     """
 
     by_name_only = False
 
     @property
     def is_automatic(self) -> bool:
-        """Whether choices without a name may take it; a device of another package must be named."""
+        """Whether it may be chosen automatically; devices of other packages must be named."""
         return type(self.reg).__module__.startswith("ggmlb.") and not self.by_name_only
 
     @property
@@ -113,12 +113,12 @@ class Device(Unique, ABC):
 
     @property
     def device_id(self) -> str | None:
-        """PCI bus id, equal for one card in two backends; `None` if it has none."""
+        """PCI bus id, equal for one card in several backends; `None` if it has none."""
         return None
 
     @property
     def props(self) -> DeviceProps:
-        """All facts in one record (ggml_backend_dev_get_props)."""
+        """All properties in one record (ggml_backend_dev_get_props)."""
         free, total = self.memory
         return DeviceProps(self.name, self.description, free, total, self.type, self.device_id, self.caps)
 
@@ -129,7 +129,7 @@ class Device(Unique, ABC):
 
     @abstractmethod
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
-        """Open a stream on the device (ggml_backend_dev_init).
+        """Return a new stream on the device (ggml_backend_dev_init).
 
         Args:
             params: Settings that the backend defines, by name.
@@ -155,11 +155,11 @@ class Device(Unique, ABC):
     @property
     @abstractmethod
     def buffer_type(self) -> BufferType:
-        """The memory it computes in (ggml_backend_dev_buffer_type)."""
+        """Buffer type of the device's memory (ggml_backend_dev_buffer_type)."""
 
     @property
     def host_buffer_type(self) -> BufferType | None:
-        """Host memory with fast transfers (pinned or mapped); `None` if there is none.
+        """Buffer type of pinned or mapped host memory, for fast transfers; `None` if there is none.
 
         Source: ggml_backend_dev_host_buffer_type.
         """
@@ -167,7 +167,7 @@ class Device(Unique, ABC):
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
-        """Memory types that store weights in a layout for faster products; the best first."""
+        """Buffer types that repack weights for faster products; the best first."""
         return ()
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
@@ -175,7 +175,7 @@ class Device(Unique, ABC):
 
         Args:
             array: Kept alive by the buffer; read-only arrays (memory maps) give read-only tensors.
-            max_tensor_size: Largest tensor that will lie in it [bytes]; 0 if not known.
+            max_tensor_size: Largest tensor that it will hold [bytes]; 0 if not known.
 
         Raises:
             ArgumentError: The array is not contiguous.
@@ -263,7 +263,7 @@ class BackendReg(Unique, ABC):
 
     @property
     def unusable(self) -> Sequence[tuple[str, str]]:
-        """What else it found and cannot use, as cards or libraries: names, with reasons."""
+        """Cards and libraries that it found but cannot use: pairs of name and reason."""
         return ()
 
     def get_proc_address(self, name: str) -> Any | None:

@@ -55,4 +55,4 @@ class Event(Freeable):
         """Block until reached; return at once if never recorded."""
 
     def _free(self) -> None:
-        """Release what the runtime holds."""
+        """Release the runtime's event."""

@@ -1,4 +1,4 @@
-"""MemoryTable: bytes by device, memory and contents; MemoryReport: those allocated, beside a forecast."""
+"""MemoryTable: bytes by device, memory and contents. MemoryReport: planned and allocated bytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 from ggmlb.interface.buffer_type import BufferType
 
 HOST = "CPU"
-"""Device of all memory of the machine itself, in which LLVM computes, too."""
+"""Name that stands for host memory, which LLVM uses, too."""
 
 KINDS = ("weights", "adapters", "experts", "kv", "placed", "copies", "compute")
-"""Contents: weights, LoRA adapters, cached experts, what is kept of earlier tokens, other tensors that were
-placed before, copies for other devices, and results of nodes."""
+"""Contents: weights, LoRA adapters, cached experts, the KV cache, other tensors that were allocated
+before, copies for other devices, and results of nodes."""
 
 Space = tuple[BufferType, int]
-"""A part of a memory: its kind, and bytes."""
+"""Buffer type and bytes."""
 
 
 class Use(NamedTuple):
-    """Bytes of one kind of contents in one memory.
+    """Bytes of one kind of contents (weights, KV cache, ...) in one buffer type.
 
     Attributes:
         device: The device whose memory it is; `HOST` for the machine's.
@@ -35,19 +35,19 @@ class Use(NamedTuple):
 
 
 def device_of(buft: BufferType) -> str:
-    """Return the device that a memory takes room on; `HOST` for memory of the machine."""
+    """Return the name of the device whose memory a buffer type uses; `HOST` for host memory."""
     is_host = buft.is_host or buft.device.buffer_type.is_host
     return HOST if is_host else buft.device.name
 
 
 class MemoryTable:
-    """Bytes by device, memory and kind of contents; shown as a table, as text and in notebooks.
+    """Bytes by device, memory and kind of contents, as a table in text and notebooks.
 
     Attributes:
         uses: In the order of devices, memories and kinds; none is of 0 bytes.
 
     Args:
-        spaces: What each kind of contents takes.
+        spaces: Buffer types and bytes by kind of contents.
     """
 
     def __init__(self, spaces: Mapping[str, Iterable[Space]]) -> None:
@@ -66,7 +66,7 @@ class MemoryTable:
         return list(dict.fromkeys(use.device for use in self.uses))
 
     def total(self, device: str | None = None, kind: str | None = None) -> int:
-        """Return the bytes on a device, of a kind, or all."""
+        """Return the bytes on a device, of a kind of contents, or in all."""
         return sum(u.nbytes for u in self.uses if device in (None, u.device) and kind in (None, u.kind))
 
     def __eq__(self, other: object) -> bool:
@@ -91,7 +91,7 @@ class MemoryTable:
 
 
 class MemoryReport(NamedTuple):
-    """Allocated memory beside its forecast; shown as a table, as text and in notebooks.
+    """Planned and allocated bytes, as a table in text and notebooks.
 
     Attributes:
         forecast: Planned sizes.
@@ -102,7 +102,7 @@ class MemoryReport(NamedTuple):
     allocated: MemoryTable
 
     def rows(self) -> list[tuple[Use, Use]]:
-        """Return each use as it was planned, and as it is."""
+        """Return pairs of planned and allocated use."""
         planned, real = ({use[:3]: use for use in table} for table in self)
         keys = dict.fromkeys([*planned, *real])
         return [(planned.get(key, Use(*key, 0)), real.get(key, Use(*key, 0))) for key in keys]

@@ -37,7 +37,7 @@ class Access(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Action:
-    """A call of a public method.
+    """A call that observers are notified of: a transfer, computation, event or allocation.
 
     Attributes:
         name: The method: `set_tensor_async`, `graph_plan_compute`, `event_wait`, ...
@@ -72,7 +72,7 @@ class Action:
                     yield from _accesses_of(node)
 
     def run(self, hook: Callable[..., Result], *args: Any) -> Result:
-        """Call a hook with observers notified before and after; it returns `False` if it did nothing."""
+        """Notify observers, call `hook(*args)`, notify again; a hook returns `False` for no effect."""
         with self:
             result = hook(*args)
             self.done = result is not False
@@ -90,7 +90,7 @@ class Action:
 
 
 class Observer:
-    """Base class of observers, called in the acting thread between `start` and `stop`."""
+    """Base class of observers; from `start` to `stop`, called in the thread of each action."""
 
     def begin(self, action: Action) -> None:
         """Called before an action; an error raised here prevents it."""

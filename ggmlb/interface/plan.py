@@ -27,7 +27,7 @@ class GraphPlan(Unique):
     graph or the backend, so that a cache of plans keeps neither alive.
 
     Attributes:
-        owner_checks: As `Graph.owner_checks`; if true, the plan only checks that its memory was not freed.
+        owner_checks: As `Graph.owner_checks`; if true, the plan only checks for freed memory.
     """
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
@@ -43,7 +43,7 @@ class GraphPlan(Unique):
 
     @property
     def backend(self) -> Backend:
-        """The backend that created it, and that alone can run it.
+        """The backend that created it; no other can run it.
 
         Raises:
             FreedError: The backend was garbage-collected.
@@ -51,7 +51,7 @@ class GraphPlan(Unique):
         backend = self._backend()
         if backend is None:
             raise FreedError(
-                "the backend of this plan was garbage-collected; keep the backend as long as its plans"
+                "the backend of this plan was garbage-collected; keep a reference to it as long as its plans"
             )
         return backend
 
@@ -61,7 +61,7 @@ class GraphPlan(Unique):
         return self if self._replacement is None else self._replacement
 
     def graph(self) -> Graph:
-        """Return a graph of its nodes, a view of the graph they were planned in."""
+        """Return its nodes as a graph: a view of the graph that was planned."""
         graph = Graph(self.nodes)
         graph.whole, graph.owner_checks = self._whole, self.owner_checks
         return graph
@@ -89,7 +89,7 @@ class GraphPlan(Unique):
         return True
 
     def is_up_to_date(self) -> bool:
-        """Whether its tensors are unchanged since they were bound, as while the placement clock is unchanged.
+        """Whether its tensors and their parameters are unchanged since it was made.
 
         Raises:
             FreedError: A buffer that the plan uses was freed.
@@ -102,7 +102,7 @@ class GraphPlan(Unique):
         for buffer in self._memory:
             if buffer is not None and buffer.is_freed:
                 raise FreedError(
-                    f"graph_plan_compute: a {buffer.name} buffer of the plan was freed; place its "
+                    f"graph_plan_compute: a {buffer.name} buffer of the plan was freed; allocate its "
                     "tensors again"
                 )
         self._checked_at = now
@@ -113,7 +113,7 @@ Binding = tuple[list[Any], Zeros]
 
 
 def binding(nodes: tuple[Tensor, ...]) -> Binding:
-    """Return everything bound by a plan that may change: placements, operands, parameters.
+    """Return placements, operands and parameters of nodes, to notice changes.
 
     The buffers themselves, not their ids: a plan must notice a new buffer that has the id of a dropped one.
     """
@@ -121,7 +121,7 @@ def binding(nodes: tuple[Tensor, ...]) -> Binding:
     params = [dict(node.params) for node in nodes]
     for node in nodes:
         buffer = node.buffer
-        usage = None if buffer is None else buffer._usage  # of a freed one too
+        usage = None if buffer is None else buffer._usage  # readable also if freed
         facts += (buffer, usage, node.offset, node.src, node.flags & ~TensorFlag.COMPUTE)
         for s in node.src:
             if s is not None:

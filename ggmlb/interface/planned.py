@@ -1,4 +1,4 @@
-"""PlannedBuffer: a buffer with a size but no memory, to know sizes before anything is allocated."""
+"""PlannedBuffer: a buffer with a size but no memory, for a dry run of allocation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _is_planning: ContextVar[bool] = ContextVar("planned_memory", default=False)
 
 @contextmanager
 def planned_memory() -> Iterator[None]:
-    """Context manager in which all buffers that this thread allocates have a size but no memory.
+    """Context manager for a dry run: buffers that this thread allocates have a size but no memory.
 
-    What places tensors does the same as ever, with the same errors except for a lack of room: so the sizes
-    of the buffers are those that it will allocate. Tensors in them are neither read nor written.
+    Allocators work as usual, with the same errors except for a lack of memory, so the sizes are exact.
+    Tensors in such buffers are neither read nor written.
 
     Example: `with planned_memory(), alloc_ctx_tensors(ctx, backend) as buffer: print(buffer.size)`
     """
@@ -48,7 +48,7 @@ class PlannedBuffer(Buffer):
 
     @property
     def base(self) -> NoReturn:
-        """There is none.
+        """Raise an error, because there is no memory.
 
         Raises:
             BackendError: Always.
@@ -57,8 +57,8 @@ class PlannedBuffer(Buffer):
 
     def _fail(self, call: str) -> NoReturn:
         raise BackendError(
-            f"{call}: {self!r} was allocated within planned_memory, and has no memory; leave that context to "
-            "load and to compute"
+            f"{call}: {self!r} was allocated within planned_memory, and has no memory; allocate it outside "
+            "of that context"
         )
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
@@ -74,4 +74,4 @@ class PlannedBuffer(Buffer):
         self._fail("as_array")
 
     def _clear(self, value: int) -> None:
-        """Do nothing: this prepares the memory that will be there."""
+        """Do nothing, as allocators may clear new buffers."""

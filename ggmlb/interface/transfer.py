@@ -34,7 +34,9 @@ def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     Source: ggml_backend_tensor_alloc.
     """
     if tensor.view_src is not None:
-        raise ArgumentError(f"tensor_alloc: {tensor.describe()} is a view; place its source, then view_init")
+        raise ArgumentError(
+            f"tensor_alloc: {tensor.describe()} is a view; place its source, then call view_init"
+        )
     if tensor.buffer is not None and not tensor.buffer.is_freed:
         raise ArgumentError(f"tensor_alloc: {tensor.describe()} is already in a {tensor.buffer.name} buffer")
     if offset % buffer.alignment:
@@ -93,7 +95,7 @@ def move(
     stream: Backend | None = None,
     size: int | None = None,
 ) -> Bytes:
-    """Check a transfer between host memory and a tensor, notify observers, and call the hook.
+    """Transfer data between host memory and a tensor: check it, notify observers, call the hook.
 
     Args:
         call: The public method.
@@ -110,7 +112,7 @@ def move(
         The data as flat bytes.
 
     Raises:
-        ArgumentError: `data` has no fitting memory, or the tensor is in another buffer.
+        ArgumentError: `data` is unsuitable host memory, or the tensor is in another buffer.
         BackendError: The buffer is read-only.
         BoundsError: The bytes end beyond the tensor or the data.
         FreedError: The buffer was freed.
@@ -205,7 +207,7 @@ def _is_copy(call: str, src: Tensor, dst: Tensor) -> bool:
 
 
 def _copy(src: Tensor, dst: Tensor) -> None:
-    """Copy a checked tensor: in host memory, directly if the buffer can, else through host memory."""
+    """Copy a checked tensor, directly if possible, else through host memory."""
     source, target = src.placed("tensor_copy"), dst.placed("tensor_copy")
     if source.is_host:
         target._set_tensor(dst, source.base[src.offset : src.offset + src.nbytes], 0)

@@ -138,7 +138,7 @@ def test_the_stream_that_fills_it_is_waited_for(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"mask": object()}, "has a mask; tensors have none, so fill it first"),
+        ({"mask": object()}, "is masked; give an array without a mask"),
         ({"data": (4096, True)}, "is read-only, but tensors on a device are writable"),
         ({"strides": (-32, 4)}, r"no strides like \(-32, 4\), negative or 0"),
         ({"strides": (0, 4)}, r"no strides like \(0, 4\)"),
@@ -155,7 +155,7 @@ def test_what_cannot_be_shared_is_refused_with_the_reason(
 
 
 def test_a_copy_needs_a_way_to_the_host(theirs: Tensor) -> None:
-    with pytest.raises(ggmlb.ArgumentError, match="Exporter lies on a device; copy it to the host first"):
+    with pytest.raises(ggmlb.ArgumentError, match="Exporter is on a device; copy it to the host first"):
         Context().from_array(Exporter(theirs), copy=True)
 
     class Fetching(Exporter):

@@ -1,4 +1,4 @@
-"""Candidates: backends that are discovered by reading text, and imported when they are opened.
+"""Candidates: backends that are discovered by reading text, and imported only when opened.
 
 A backend is a module that exports `backend_reg() -> BackendReg` and optionally `score() -> float`, its
 fitness for this machine: 0 for none, 1 by default. Of several variants of one name, the highest score is
@@ -6,7 +6,7 @@ used.
 
 Opening a candidate returns its registration or raises one of two errors. `BackendUnavailable`: a library,
 driver or device is missing; automatic choice skips it. `BackendBroken`: the backend is installed but fails;
-the user is told.
+this is always reported.
 
 Modules that `import ggmlb` does not need (entry points, packages) are imported inside functions.
 """
@@ -39,7 +39,7 @@ _SHARED = frozenset({"common", "gpu"})
 """Folders of code shared by backends."""
 
 _C_LIBRARY = re.compile(r"(lib|ggml).*\.(so[\d.]*|dylib|dll)")
-"""Names of ggml's libraries, and of what they load."""
+"""File names of ggml's C libraries and of libraries that they load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The name in the form used for comparisons."""
+        """The name in lower case, for comparisons."""
         return self.name.casefold()
 
     def open(self) -> tuple[float, BackendReg]:
-        """Import the module, and call its `score` and `backend_reg`; return what they return.
+        """Import the module; return the results of its `score()` and `backend_reg()`.
 
         Raises:
             BackendUnavailable: A library, driver or device is missing, or the score is 0.
@@ -105,7 +105,7 @@ class Candidate:
 
 @contextmanager
 def failing_as_broken(what: str) -> Iterator[None]:
-    """Context manager that turns all that a backend's code raises, except Ctrl-C, into BackendBroken."""
+    """Context manager that raises errors of a backend's code, except Ctrl-C, as BackendBroken."""
     try:
         yield
     except (BackendUnavailable, BackendBroken, KeyboardInterrupt):
@@ -135,7 +135,7 @@ def whole_imports() -> Iterator[None]:
 
 
 def checked_reg(reg: Any, source: str) -> BackendReg:
-    """Check the result of a factory, API version first, and return it.
+    """Check API version and type of the result of `backend_reg()`; return it.
 
     Raises:
         BackendBroken: It has another API version (`found`, `expected`), or is not a registration.
@@ -162,7 +162,7 @@ def checked_reg(reg: Any, source: str) -> BackendReg:
 
 
 def discover() -> list[Candidate]:
-    """Return all candidates: ggmlb's own, installed, and of the environment; each target once."""
+    """Return all candidates, of ggmlb, installed packages and `GGMLB_BACKEND_PATH`, without duplicates."""
     found = {candidate.target: candidate for candidate in in_tree()}
     for candidate in chain(installed(frozenset(found)), from_environment()):
         found.setdefault(candidate.target, candidate)
@@ -181,16 +181,16 @@ def in_tree() -> Iterator[Candidate]:
 
 
 def installed(known: Collection[str] = ()) -> Iterator[Candidate]:
-    """Return the backends with an entry point of an installed package, without known targets.
+    """Return the backends in entry points of installed packages, except targets in `known`.
 
-    A package's name and version take long to read: they are in a file of their own.
+    Names and versions of packages take long to read, so they are read only if needed.
     """
     if not _may_name_others(known):
         return
     from importlib.metadata import entry_points
 
     for point in entry_points(group=GROUP):
-        module, _, factory = point.value.partition("[")[0].partition(":")  # as it stands: it may be malformed
+        module, _, factory = point.value.partition("[")[0].partition(":")  # not parsed: may be malformed
         target = f"{module.strip()}:{factory.strip() or FACTORY}"
         if target not in known:
             origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
@@ -226,7 +226,7 @@ def _may_name_others(known: Collection[str]) -> bool:
 
 
 def from_environment() -> Iterator[Candidate]:
-    """Return the candidates of `GGMLB_BACKEND_PATH`; if it does not exist, one that fails to open."""
+    """Return the candidates in `GGMLB_BACKEND_PATH`; for a missing path, one that fails when opened."""
     where = env.text("GGMLB_BACKEND_PATH")
     if where is None:
         return
@@ -245,7 +245,7 @@ def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
     `echo-avx2.py`. Other Python files are ignored.
 
     Raises:
-        RegistryError: There is no such folder, it cannot be read, or it holds nothing but ggml's libraries.
+        RegistryError: There is no such folder, it cannot be read, or it holds only ggml's C libraries.
     """
     root = os.fspath(folder)
     if not os.path.isdir(root):
@@ -266,7 +266,7 @@ def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
 
 
 def at(where: str | os.PathLike[str]) -> Candidate:
-    """Return the candidate of a path, or of a module's name with or without `:factory`.
+    """Return the candidate at a path, or of a module name with or without `:factory`.
 
     Text with a path separator or the ending `.py` is a path.
 
@@ -330,7 +330,7 @@ def _module_from_path(path: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise BackendBroken(f"{file} is not Python source")
     module = module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, as a package's own imports ask for it
+    sys.modules[name] = module  # before it runs, because a package's imports look it up
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -53,7 +53,7 @@ class Unavailable(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A backend in use; `target` is its candidate's, empty if it was registered as an object."""
+    """A backend in use; `target` is that of its `Candidate`, or empty if it was registered directly."""
 
     reg: BackendReg
     devices: tuple[Device, ...]
@@ -77,8 +77,8 @@ class Registry:
     """All backends and devices of a process (source: ggml-backend-reg.cpp).
 
     Candidates are discovered as text at the first look-up. One is imported when requested by name, all when
-    devices are listed or chosen. Failures stay in `unavailable()` until `load_all` looks again; they are kept
-    as text, because the traceback of an exception would keep the backend's memory alive.
+    devices are listed or chosen. Failures stay in `unavailable()` until the next `load_all`, as text, because
+    the traceback of an exception would keep the backend's memory alive.
 
     A request by name raises the backend's error. An automatic choice (`init_best`, `init_by_type`,
     `device_by_type`) skips absent backends silently, and warns once (RuntimeWarning) of a broken one, whose
@@ -98,7 +98,7 @@ class Registry:
         self._single: list[Device] = []  # registered alone
         self._failed: list[Unavailable] = []
         self._unloaded: dict[str, Device] = {}  # devices of removed backends, by name in lower case
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._defaults: tuple[str, ...] = ()
 
     # -- registering ---------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Registry:
             The loaded backends; the others are in `unavailable()`.
 
         Raises:
-            RegistryError: There is no such folder, or it holds nothing but ggml's libraries.
+            RegistryError: There is no such folder, or it holds only ggml's C libraries.
 
         Source: ggml_backend_load_all_from_path.
         """
@@ -237,7 +237,7 @@ class Registry:
             return DeviceList(self._usable_devices(), self.unavailable())
 
     def device_by_name(self, name: str) -> Device:
-        """Return the device of that name, in any case, importing only its backend if the name tells which.
+        """Return the device of that name, in any case, importing only its backend if the name contains it.
 
         Raises:
             ArgumentError: The name is not a str.
@@ -282,7 +282,7 @@ class Registry:
             return found or self.device_by_name("CPU")
 
     def unavailable(self) -> list[Unavailable]:
-        """Return the backends, and parts of usable ones, that were found but cannot be used, with reasons."""
+        """Return backends, cards and libraries that were found but cannot be used, with reasons."""
         with self._lock:
             self._open_all()
             parts = (part for loaded in self._loaded for part in loaded.reg.unusable)
@@ -329,9 +329,9 @@ class Registry:
                 return _opened(device)
             except BackendUnavailable as why:
                 reasons.append(f"\n  {device.name}: {why}")
-            except Exception as why:  # of a backend of any author
+            except Exception as why:  # third-party backends may raise anything
                 if isinstance(why, Error) and not isinstance(why, BackendBroken):
-                    raise  # a failure of this moment, as too little memory
+                    raise  # a passing failure, such as too little memory
                 self._warn_of(device.name, f"it fails to open: {one_line(why)}")
                 reasons.append(f"\n  {device.name}: {one_line(why)}")
         raise BackendUnavailable(f"there is no GPU or CPU device to use{''.join(reasons)}{self._reasons()}")
@@ -339,17 +339,17 @@ class Registry:
     # -- defaults ------------------------------------------------------------------------------
 
     def default_devices(self) -> tuple[str, ...]:
-        """Return the devices for calls that name none, highest priority first; empty: each call chooses.
+        """Return the names of the default devices, highest priority first; empty if none are set.
 
-        They are those of `set_default_devices`, else those that `GGMLB_DEVICES` names, as `OpenCL0,CPU`.
-        `evaluate`, models and the commands ask for them.
+        They are set by `set_default_devices`, or else by `GGMLB_DEVICES` (`OpenCL0,CPU`), and are used by
+        `evaluate`, models and commands if none are given. If none are set, each of these chooses.
         """
         if self._defaults:
             return self._defaults
         return tuple(name.strip() for name in (env.text("GGMLB_DEVICES") or "").split(",") if name.strip())
 
     def set_default_devices(self, *names: str) -> None:
-        """Set the devices for calls that name none, highest priority first; without names, none.
+        """Set the default devices, highest priority first; without names, remove them.
 
         Raises:
             RegistryError: No device has one of the names.
@@ -360,11 +360,11 @@ class Registry:
     # The caller has the lock.
 
     def _pending(self) -> list[Candidate]:
-        """The candidates that are not opened yet."""
+        """Return the candidates that are not opened yet."""
         if self._found is None:
             try:
                 self._found = self._not_in_use(self._discover())
-            except OSError as error:  # as where no file can be opened any more
+            except OSError as error:  # for example, too many open files
                 raise BackendError(f"backends cannot be discovered: {error}; try again later") from error
         return self._found
 
@@ -413,7 +413,7 @@ class Registry:
         """Add the variant of a backend with the highest score.
 
         Raises:
-            RegistryError: Two have it.
+            RegistryError: Several have the highest score.
             Error: As `_add`.
         """
         high = max(score for score, _, _ in variants)
@@ -482,8 +482,8 @@ class Registry:
     def _warn_of(self, name: str, reason: str) -> None:
         """Warn once of a broken backend, at the caller's line."""
         message = f"{name} is broken, and another device is chosen; repair or remove it: {reason}"
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             warnings.warn(message, RuntimeWarning, stacklevel=_depth())
 
     def _look_up(
@@ -529,7 +529,7 @@ def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
                     f"it lists {device!r} as a device; each must be a ggmlb.Device with a name"
                 )
             _check_type(device)
-            _device_order(device)  # which reads what the list is sorted by
+            _device_order(device)  # reads what the list is sorted by, to find errors in it here
     if not devices:
         raise BackendUnavailable("it found no device on this machine")
     return devices
