@@ -199,7 +199,7 @@ _LATE = {
     "inspect.sanitizer": "Sanitizer sanitize",
     "parallel.meta": "MetaBackend MetaBuffer MetaBufferType SplitAxis SplitState meta_device split_evenly",
 }
-"""Public names of modules that few programs need, which are imported when one is asked for."""
+"""Public names of rarely used modules, which are imported at first access."""
 
 
 def __getattr__(name: str) -> "_typing.Any":

@@ -83,7 +83,7 @@ class Backend(Freeable):
         self._stream_lock = StreamLock()
         self._plans: weakref.WeakKeyDictionary[Graph, GraphPlan] = weakref.WeakKeyDictionary()
 
-    # -- facts ---------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     @property
     def name(self) -> str:

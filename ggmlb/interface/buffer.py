@@ -43,7 +43,7 @@ class Buffer(Freeable):
         self.size = size
         self._usage = BufferUsage.ANY
 
-    # -- facts ---------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ggmlb.interface.buffer_type import BufferType
 
 HOST = "CPU"
-"""Name that stands for host memory, which LLVM uses, too."""
+"""Name of host memory, which LLVM uses, too."""
 
 KINDS = ("weights", "adapters", "experts", "kv", "placed", "copies", "compute")
 """Contents: weights, LoRA adapters, cached experts, the KV cache, other tensors that were allocated

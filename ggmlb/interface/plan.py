@@ -117,14 +117,14 @@ def binding(nodes: tuple[Tensor, ...]) -> Binding:
 
     The buffers themselves, not their ids: a plan must notice a new buffer that has the id of a dropped one.
     """
-    facts: list[Any] = []
+    state: list[Any] = []
     params = [dict(node.params) for node in nodes]
     for node in nodes:
         buffer = node.buffer
         usage = None if buffer is None else buffer._usage  # readable also if freed
-        facts += (buffer, usage, node.offset, node.src, node.flags & ~TensorFlag.COMPUTE)
+        state += (buffer, usage, node.offset, node.src, node.flags & ~TensorFlag.COMPUTE)
         for s in node.src:
             if s is not None:
-                facts += (s.buffer, s.offset)
-    facts += params
-    return facts, zeros_of(params)
+                state += (s.buffer, s.offset)
+    state += params
+    return state, zeros_of(params)

@@ -56,8 +56,8 @@ def load(path: Path) -> bytes | None:
         # Neither block on a pipe nor follow a link to another user's file.
         handle = os.open(home / path.name, os.O_RDONLY | _OPEN_FLAGS)
         with os.fdopen(handle, "rb") as file:
-            facts = os.fstat(handle)
-            if not S_ISREG(facts.st_mode) or _others_write(facts):
+            status = os.fstat(handle)
+            if not S_ISREG(status.st_mode) or _others_write(status):
                 return None
             data = file.read()
     except OSError:
@@ -131,18 +131,18 @@ def _make(place: Path) -> None:
 def _why_not(place: Path) -> str | None:
     """Return why other users can change a folder's contents; `None` if they cannot."""
     for each in (place, *place.parents):
-        facts = each.stat()
-        if not _is_owned(facts):
+        status = each.stat()
+        if not _is_owned(status):
             return f"{each} belongs to another user; set GGMLB_CACHE_DIR to a folder of your own"
-        if _others_write(facts) and (each == place or not facts.st_mode & S_ISVTX):
+        if _others_write(status) and (each == place or not status.st_mode & S_ISVTX):
             return f"others can write in {each}; chmod go-w {each}, or set GGMLB_CACHE_DIR to another folder"
     return None
 
 
-def _is_owned(facts: os.stat_result) -> bool:
-    return not hasattr(os, "geteuid") or facts.st_uid in (0, os.geteuid())
+def _is_owned(status: os.stat_result) -> bool:
+    return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
-def _others_write(facts: os.stat_result) -> bool:
+def _others_write(status: os.stat_result) -> bool:
     """Whether another user owns or can write a file or folder."""
-    return not _is_owned(facts) or (hasattr(os, "geteuid") and bool(facts.st_mode & (S_IWGRP | S_IWOTH)))
+    return not _is_owned(status) or (hasattr(os, "geteuid") and bool(status.st_mode & (S_IWGRP | S_IWOTH)))

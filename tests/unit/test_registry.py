@@ -109,7 +109,7 @@ def test_a_device_can_be_registered_alone_and_goes_with_its_backend() -> None:
 @pytest.mark.parametrize("second", ["Echo", "ECHO"])
 def test_a_backend_name_is_taken_in_any_case(second: str) -> None:
     registry = registry_of(StubReg("Echo"))
-    with pytest.raises(RegistryError, match=r"named 'Echo' is registered; unload it first"):
+    with pytest.raises(RegistryError, match=r"named 'Echo' is already registered; unload it first"):
         registry.register(StubReg(second, {"Other0": GPU}))
 
 
@@ -132,7 +132,7 @@ def test_two_devices_of_one_backend_must_differ() -> None:
     ("reg", "error", "message"),
     [
         (StubReg("Old", api_version=API_VERSION + 1), BackendBroken, "written for API version"),
-        (StubReg("None", {}), BackendUnavailable, "found no device"),
+        (StubReg("None", {}), BackendUnavailable, "no device was found"),
         (StubReg("Gone", error=BackendUnavailable("no driver")), BackendUnavailable, "no driver"),
         (StubReg("Bug", error=OSError("boom")), BackendBroken, "devices failed: OSError: boom"),
         ("a text", ArgumentError, "register: reg is 'a text'; give a BackendReg"),

@@ -80,7 +80,7 @@ ABSENT = {
         '    from ggmlb import BackendUnavailable; raise BackendUnavailable("no driver")',
         "no driver",
     ),
-    "module": ("    import no_such_library.part", "needs the Python module 'no_such_library', which is not"),
+    "module": ("    import no_such_library.part", "the Python module 'no_such_library' is not installed"),
     "score": (
         GOOD.format(name="Bad", extra="score = lambda: 0"),
         "score.* is 0: it does not support this machine",
@@ -94,7 +94,7 @@ ABSENT = {
         "no card",
     ),
     "devices": (stub('"Bad", error=BackendUnavailable("driver too old")'), "driver too old"),
-    "no_devices": (stub('"Bad", {{}}'), "found no device"),
+    "no_devices": (stub('"Bad", {{}}'), "no device was found"),
 }
 
 BROKEN = {
@@ -168,15 +168,15 @@ BROKEN = {
             reg._devices = ["Bad0"]
             return reg
         """,
-        "lists 'Bad0' as a device",
+        "'Bad0' is listed as a device",
     ),
     "device_type": (
         stub('"Bad", {{"Bad0": "a type"}}'),
-        "the type of its device Bad0 is 'a type'; it must be a member of ggmlb.DeviceType",
+        "the type of device Bad0 is 'a type'; it must be a member of ggmlb.DeviceType",
     ),
     "device_type_name": (
         stub('"Bad", {{"Bad0": "GPU"}}'),
-        "the type of its device Bad0 is 'GPU'; it must be a member of ggmlb.DeviceType",
+        "the type of device Bad0 is 'GPU'; it must be a member of ggmlb.DeviceType",
     ),
     "devices": (stub('"Bad", error=OSError("boom")'), "listing its devices failed: OSError: boom"),
 }
@@ -358,7 +358,7 @@ def test_two_backends_under_different_names_may_not_give_the_same(write_backend:
     assert len(registry.regs()) == 1
     (told,) = registry.unavailable()
     assert told.kind == "broken"
-    assert "'Echo' is registered" in told.reason
+    assert "'Echo' is already registered" in told.reason
 
 
 def test_an_installed_name_is_reserved_before_it_is_imported(write_backend: Write) -> None:
@@ -367,7 +367,7 @@ def test_an_installed_name_is_reserved_before_it_is_imported(write_backend: Writ
     registry = registry_of(write_backend("mod_echo"))
     write_backend("mod_mine")
     for add in (lambda: registry.register(StubReg("ECHO")), lambda: registry.load("mod_mine")):
-        with pytest.raises(RegistryError, match=r"'Echo' is installed \(mod_echo 1.0\); unload it first"):
+        with pytest.raises(RegistryError, match=r"'Echo' is installed \(mod_echo 1.0\); unload that one"):
             add()
     assert "mod_echo" not in sys.modules
     registry.unload(registry.reg_by_name("Echo"))

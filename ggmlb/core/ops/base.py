@@ -39,7 +39,7 @@ class OpBase:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self._self: ref[Any] = ref(self)  # tensors that held it would make a circle, and free memory late
+        self._self: ref[Any] = ref(self)  # weak, since a reference cycle would free memory late
 
     def __init_subclass__(cls) -> None:
         """Check the arguments of every op of a family, as methods of `Context`."""

@@ -161,7 +161,7 @@ def window_params(
 def window_fault(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> str | None:
     """Return why a window is no part of `a`, or overlaps itself; `None` if it is valid.
 
-    `a` is contiguous, as ggml demands, so that it and a result of its shape have the same bytes and no gaps.
+    `a` must be contiguous, as in ggml, so that a result of its shape has the same layout.
     """
     size, where = a.dtype.type_size, f"the window of b at byte {offset} with nb {[nb1, nb2, nb3]}"
     if not a.is_contiguous():

@@ -66,7 +66,7 @@ class GluOps(OpBase):
 
         Raises:
             ShapeError: The rows of `a` have gaps, or their length is odd.
-            ArgumentError: There is no such gated unit, or it is SWIGLU_OAI, which has numbers of its own.
+            ArgumentError: There is no such gated unit, or it is SWIGLU_OAI, which takes `alpha` and `limit`.
         """
         return self._glu("glu", a, None, {"op": _unit("glu", op), "swapped": bool(swapped)})
 

@@ -189,7 +189,7 @@ class RecurrentOps(OpBase):
         Raises:
             DTypeError: An operand is not f32.
             ShapeError: The shapes do not fit, or an operand is not contiguous.
-            ArgumentError: Another variant is asked for.
+            ArgumentError: Another variant is requested.
         """
         fn = "solve_tri"
         require_type(fn, "a", a, DType.F32)

@@ -36,7 +36,7 @@ class OpSpec:
             layout; here only those read element by element or row by row: not a mask, a bias or a table.
         also_written: Indices of operands that it writes besides its result.
         backward: Rule for the gradient of each operand, by its place in `src`; where there is none, training
-            through that operand is an error. Gradients are not asked of integers.
+            through that operand is an error. Integers need none.
         shard: Rule that gives the sharding of the result from that of the operands.
     """
 

@@ -33,7 +33,7 @@ class Codec:
         read: `read(values, blocks)` fills float32 `(n_blocks, block_size)`.
         write: `write(blocks, columns)` fills the blocks from float32 `(block_size, n_blocks)`, two blocks
             or more; may overwrite `columns`. `None` where ggml needs an importance matrix.
-        levels: What codes of 4 bits stand for, if that is not their number.
+        levels: Values of 4-bit codes, if not the codes themselves.
     """
 
     layout: np.dtype[Any]

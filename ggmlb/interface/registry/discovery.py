@@ -78,7 +78,7 @@ class Candidate:
                 if missing.name is None or self._is_own(missing.name):
                     raise
                 raise BackendUnavailable(
-                    f"it needs the Python module {missing.name!r}, which is not installed"
+                    f"the Python module {missing.name!r} is not installed; install it"
                 ) from missing
 
     def _open(self) -> tuple[float, BackendReg]:
@@ -253,7 +253,7 @@ def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
     try:
         names = sorted(os.listdir(root))
     except OSError as error:
-        raise RegistryError(f"the folder {root!r} cannot be read to load backends: {error}") from error
+        raise RegistryError(f"the folder {root!r} cannot be read: {error}; check its permissions") from error
     found = []
     for name in names:
         path = os.path.join(root, name)

@@ -432,7 +432,7 @@ class Registry:
             RegistryError: Its name, or a device's, is taken.
         """
         if taken := _named(reg.name, self._usable_regs()):
-            raise RegistryError(f"a backend named {taken.name!r} is registered; unload it first")
+            raise RegistryError(f"a backend named {taken.name!r} is already registered; unload it first")
         devices = _devices_of(reg)
         self._check_names(devices)
         self._single = [
@@ -456,8 +456,8 @@ class Registry:
         for candidate in self._pending():
             if candidate.key == reg.name.casefold() and candidate.target != target:
                 raise RegistryError(
-                    f"a backend named {candidate.name!r} is installed ({candidate.origin}); unload it "
-                    f"first: ggmlb.unload(ggmlb.reg_by_name({candidate.name!r}))"
+                    f"a backend named {candidate.name!r} is installed ({candidate.origin}); unload that "
+                    f"one first: ggmlb.unload(ggmlb.reg_by_name({candidate.name!r}))"
                 )
 
     def _usable_regs(self) -> list[BackendReg]:
@@ -526,12 +526,12 @@ def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
         for device in devices:
             if not (isinstance(device, Device) and isinstance(device.name, str)):
                 raise BackendBroken(
-                    f"it lists {device!r} as a device; each must be a ggmlb.Device with a name"
+                    f"{device!r} is listed as a device; each must be a ggmlb.Device with a name"
                 )
             _check_type(device)
             _device_order(device)  # reads what the list is sorted by, to find errors in it here
     if not devices:
-        raise BackendUnavailable("it found no device on this machine")
+        raise BackendUnavailable("no device was found on this machine")
     return devices
 
 
@@ -539,8 +539,7 @@ def _check_type(device: Device) -> None:
     """Raise BackendBroken if a device's type is not a `DeviceType` (for example, only its name)."""
     if not isinstance(device.type, DeviceType):
         raise BackendBroken(
-            f"the type of its device {device.name} is {device.type!r}; it must be a member of "
-            "ggmlb.DeviceType"
+            f"the type of device {device.name} is {device.type!r}; it must be a member of ggmlb.DeviceType"
         )
 
 
