@@ -1,10 +1,10 @@
 """Type checks of the arguments of public functions, from their annotations.
 
-Combinations of types that passed are cached, so that a call with known types costs one look-up. The function
-itself checks values: ranges, shapes and whether operands fit each other.
+Combinations of types that passed are cached, so that a later call costs one look-up. The function itself
+checks values: ranges, shapes and whether operands fit each other.
 
-Annotations are parsed as text at a function's first call. Checked are builtin types, containers, and classes
-that are registered by `named` or `alias`; `Any`, arrays and enums (which have their own parsers) are not.
+Annotations are parsed as text at the first call. Checked are builtin types, containers, and classes of
+`named` or `alias`; not `Any`, arrays and enums (which have parsers).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 class Kind(NamedTuple):
-    """The check of one annotation: a predicate, and the expected value in words.
+    """The check of an annotation, with the expected value in words.
 
     Attributes:
         words: The expected value, for messages.
@@ -159,7 +159,7 @@ def named(words: str) -> Callable[[Class], Class]:
 
 
 def alias(name: str, annotation: str) -> None:
-    """Check arguments annotated with the type alias `name` as if annotated with `annotation`."""
+    """Check arguments annotated with a type alias by its meaning, `annotation`."""
     kind = _kind(annotation)
     assert kind is not None, annotation
     _NAMED[name] = kind
@@ -300,5 +300,5 @@ def generator(seed: int, call: str) -> np.random.Generator:
         ArgumentError: The seed is negative.
     """
     if seed < 0:
-        raise ArgumentError(f"{call}: seed is {seed}; give a whole number from 0 on")
+        raise ArgumentError(f"{call}: seed is {seed}; give 0 or more")
     return np.random.default_rng(seed)

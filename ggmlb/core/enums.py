@@ -222,7 +222,7 @@ class RopeType(IntEnum):
 
 
 class SortOrder(IntEnum):
-    """`GGML_SORT_ORDER_*`: ascending or descending."""
+    """`GGML_SORT_ORDER_*`: sort order."""
 
     ASC = 0
     DESC = 1
@@ -258,7 +258,7 @@ class ScaleFlag(IntEnum):
 
 
 class OpPool(IntEnum):
-    """`GGML_OP_POOL_*`: maximum or mean."""
+    """`GGML_OP_POOL_*`: pooling."""
 
     MAX = 0
     AVG = 1

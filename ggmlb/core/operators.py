@@ -26,7 +26,7 @@ WithNumber = Callable[["Context", "Tensor", float], "Tensor"]
 
 
 class Operators:
-    """Base class of `Tensor`: `+`, `-`, `*`, `/`, `@`, indexing, `T`, `reshape` and `len`.
+    """Base class of `Tensor`, with `+`, `-`, `*`, `/`, `@`, indexing, `T`, `reshape` and `len`.
 
     A result belongs to the context of its operands.
 
@@ -198,7 +198,7 @@ def _context(symbol: str, *operands: Tensor) -> Context:
         if ctx is None:
             raise GraphError(
                 f"{symbol} of {a.describe()}: it has no Context, or that was garbage-collected; "
-                "keep a reference to the Context, or call the ops of another one"
+                "keep a reference, or call the ops of another Context"
             )
         if ctx is not first:
             raise ArgumentError(

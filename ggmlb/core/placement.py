@@ -1,4 +1,4 @@
-"""Version counter of tensor placements and op parameters, checked by graph plans; overlap of tensors."""
+"""Version counter of placements and op parameters, for graph plans; overlap of tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ placement_clock = PlacementClock()
 
 
 class Params(dict[str, Any]):
-    """An op's parameters by name; a change advances `placement_clock`, so that plans notice it."""
+    """An op's parameters by name; changes advance `placement_clock`, for plans to notice."""
 
     __slots__ = ()
 

@@ -100,7 +100,7 @@ States = Sequence[SplitState]
 
 
 class ShardOutcome(NamedTuple):
-    """The split states that an op requires of its operands, and that of its result.
+    """The required split states of operands, and that of the result.
 
     Attributes:
         result: The state of the result; PARTIAL if it must be summed over the devices.

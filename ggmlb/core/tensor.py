@@ -412,7 +412,7 @@ class Tensor(Operators):
         self.placed("copy_to").tensor_copy(self, dst)
 
     def placed(self, call: str) -> Buffer:
-        """Return the buffer that holds the data; raise if there is none, naming `call`.
+        """Return the buffer that holds the data; if there is none, raise an error of `call`.
 
         Raises:
             NotAllocatedError: The tensor is in no buffer; the message names the call.
@@ -591,7 +591,7 @@ def can_repeat(a: Tensor, b: Tensor) -> bool:
 
 
 def spanned_bytes(array: Any) -> int:
-    """Return the bytes from an array's first element to the end of its last; its strides must be positive."""
+    """Return the bytes from an array's first element to the end of its last; no stride may be negative."""
     if 0 in array.shape:
         return 0
     steps: int = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))

@@ -1,6 +1,6 @@
 """Abstract base classes of a backend (ggml-backend.h and ggml-backend-impl.h).
 
-    BackendReg ── Device ──┬── BufferType ── Buffer     kinds of memory, and allocations
+    BackendReg ── Device ──┬── BufferType ── Buffer     memory
                            ├── Backend ── GraphPlan     a stream on the device, and work bound for it
                            └── Event                    a point in a stream's work
 

@@ -107,7 +107,7 @@ class Backend(Freeable):
 
     @property
     def alignment(self) -> int:
-        """Alignment of tensors in the default buffer type [bytes] (ggml_backend_get_alignment)."""
+        """Alignment of tensors in its memory [bytes] (ggml_backend_get_alignment)."""
         return self.default_buffer_type.alignment
 
     @property

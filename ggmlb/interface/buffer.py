@@ -251,7 +251,7 @@ class Buffer(Freeable):
         tensor_copy(src, dst)
 
     def init_tensor(self, tensor: Tensor) -> None:
-        """Initialise a tensor that was placed in this buffer (ggml_backend_buffer_init_tensor)."""
+        """Initialise a tensor in this buffer (ggml_backend_buffer_init_tensor)."""
         self._init_tensor(tensor)
 
     def clear(self, value: int = 0) -> None:
@@ -307,7 +307,7 @@ class Buffer(Freeable):
         return self._as_array(tensor, tensor.dtype.numpy, shape, strides)
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """Return `as_array` once queued work is done, for array protocols, whose callers do not wait."""
+        """Return `as_array` after queued work, for array protocols, whose callers do not wait."""
         if observers:
             return Action(call, None, [reading(tensor)]).run(self.as_array, tensor)
         return self.as_array(tensor)
@@ -315,7 +315,7 @@ class Buffer(Freeable):
     # -- checks --------------------------------------------------------------------------------
 
     def check_holds(self, tensor: Tensor, call: str) -> None:
-        """Raise unless the tensor is in this buffer and its rows consist of whole blocks.
+        """Raise unless the tensor is in this buffer, with whole blocks in its rows.
 
         Raises:
             ArgumentError: It is in another buffer, or in none.
@@ -337,7 +337,7 @@ class Buffer(Freeable):
             )
 
     def check_writable(self, call: str, tensor: Tensor | None = None) -> None:
-        """Raise if the buffer is read-only, naming the call and the tensor to write.
+        """Raise if the buffer is read-only; the message names call and tensor.
 
         Raises:
             BackendError: The buffer is read-only.
@@ -426,7 +426,7 @@ class Buffer(Freeable):
 
 
 class PartedBuffer(Buffer):
-    """A buffer made of other buffers; clearing, freeing and setting `usage` apply to all of them.
+    """A buffer made of others, which it clears, frees and gives its `usage`.
 
     Attributes:
         parts: The buffers it consists of.
@@ -438,7 +438,7 @@ class PartedBuffer(Buffer):
 
     @property
     def is_planned(self) -> bool:
-        """Whether a part has no memory, because it was allocated within `planned_memory`."""
+        """Whether a part was allocated within `planned_memory`."""
         return any(part.is_planned for part in self.parts)
 
     @property
@@ -470,7 +470,7 @@ class PartedBuffer(Buffer):
 
 
 class MultiBuffer(PartedBuffer):
-    """Several buffers of one type used as one, for more data than one may hold; each tensor is in one.
+    """Several buffers of one type used as one, beyond `max_size`; each tensor is in one of them.
 
     Raises:
         ArgumentError: No parts were given.

@@ -106,9 +106,9 @@ class BufferType(Unique, ABC):
         return buffer
 
     def place_tensors(self, tensors: Sequence[Tensor]) -> Buffer | None:
-        """Place the tensors of a context in a special way, as over several devices; else return `None`.
+        """Place the tensors of a context by a rule of this memory, such as over several devices.
 
-        If `None`, `alloc_tensors` places them one after another in buffers of this type.
+        Without one, return `None`: `alloc_tensors` places them one after another in buffers of this type.
         """
         return None
 

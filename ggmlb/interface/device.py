@@ -159,7 +159,7 @@ class Device(Unique, ABC):
 
     @property
     def host_buffer_type(self) -> BufferType | None:
-        """Buffer type of pinned or mapped host memory, for fast transfers; `None` if there is none.
+        """Pinned or mapped host memory, for fast transfers; `None` if there is none.
 
         Source: ggml_backend_dev_host_buffer_type.
         """

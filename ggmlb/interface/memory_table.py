@@ -19,7 +19,7 @@ Space = tuple[BufferType, int]
 
 
 class Use(NamedTuple):
-    """Bytes of one kind of contents (weights, KV cache, ...) in one buffer type.
+    """Bytes of one kind of contents in one buffer type.
 
     Attributes:
         device: The device whose memory it is; `HOST` for the machine's.
@@ -66,7 +66,7 @@ class MemoryTable:
         return list(dict.fromkeys(use.device for use in self.uses))
 
     def total(self, device: str | None = None, kind: str | None = None) -> int:
-        """Return the bytes on a device, of a kind of contents, or in all."""
+        """Return the bytes on a device, of a kind, or in all."""
         return sum(u.nbytes for u in self.uses if device in (None, u.device) and kind in (None, u.kind))
 
     def __eq__(self, other: object) -> bool:

@@ -37,7 +37,7 @@ class Access(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Action:
-    """A call that observers are notified of: a transfer, computation, event or allocation.
+    """A transfer, computation, event or allocation, of which observers are notified.
 
     Attributes:
         name: The method: `set_tensor_async`, `graph_plan_compute`, `event_wait`, ...

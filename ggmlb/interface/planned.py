@@ -48,7 +48,7 @@ class PlannedBuffer(Buffer):
 
     @property
     def base(self) -> NoReturn:
-        """Raise an error, because there is no memory.
+        """Raise an error: there is no memory.
 
         Raises:
             BackendError: Always.

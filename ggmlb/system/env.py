@@ -28,5 +28,5 @@ def put(name: str, value: str) -> None:
 
 
 def extended(more: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of the environment with more variables, for a child process."""
+    """Return the environment with more variables, for a child process."""
     return {**os.environ, **more}

@@ -5,8 +5,7 @@ shown unless the program configures logging, or `GGMLB_LOG` names a level (`GGML
 records on standard error. Problems are reported by `warnings` instead, which
 `logging.captureWarnings(True)` turns into records, too.
 
-`logging` takes 10 ms to import. As long as the program has not imported it, there is no handler, and nothing
-is written.
+`logging` takes 10 ms to import. Until the program imports it, nothing is written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processors, threads, forks and exit of the process, and guards for libraries that break at these."""
+"""Processors, threads, forks and exit of the process; guards for libraries that break at these."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def after_fork(react: Callable[[], object]) -> None:
 
 
 class ProcessState:
-    """Whether this process was forked, and whether Python is exiting.
+    """Number of forks, and whether Python is exiting.
 
     At exit, Python stops daemon threads when they return from a library call. In some libraries, C++ then
     aborts the process, or OpenBLAS waits for threads that never end. Therefore daemon threads may not

@@ -29,7 +29,7 @@ PATIENCE_S: Final = 1.0
 
 
 class Task:
-    """Progress of a task; use the context manager `task`.
+    """Progress of a task, made by `task`.
 
     Attributes:
         n_done: Steps finished.

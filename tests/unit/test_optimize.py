@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_told(linear: Linear) -> None:
         linear.opt(LossType.MEAN, class_labels=True)
     with pytest.raises(ArgumentError, match="opt_period is 0"):
         linear.opt("mean", opt_period=0)
-    with pytest.raises(ArgumentError, match="OptContext: seed is -1; give a whole number from 0 on"):
+    with pytest.raises(ArgumentError, match="OptContext: seed is -1; give 0 or more"):
         linear.opt("mean", seed=-1)
     with pytest.raises(ArgumentError, match="beta1 is 1; give a number from 0 to below 1"):
         AdamW(beta1=1)

@@ -28,7 +28,7 @@ class CopyOps(OpBase):
         return self._op(Op.DUP, a.dtype, a.ne, (a,))
 
     def dup_inplace(self, a: Tensor) -> Tensor:
-        """Return `dup`, in the memory of `a`, so that no byte is copied (ggml_dup_inplace)."""
+        """Return a DUP node in the memory of `a`: no copy (ggml_dup_inplace)."""
         return self._op_into(Op.DUP, a, (a,))
 
     def cpy(self, a: Tensor, b: Tensor) -> Tensor:

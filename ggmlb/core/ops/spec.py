@@ -1,4 +1,4 @@
-"""OpSpec, the properties of an op besides its shape rule, and gradient rules shared by several ops.
+"""OpSpec, the properties of an op besides its shape rule; gradient rules shared by several ops.
 
 The allocator, the meta device and the backward pass read them. Backends have the rules that compute an op;
 `ggmlb.testing.ops` has its test cases and timings.
@@ -26,7 +26,7 @@ Backward = Callable[["Context", Tensor, Tensor], "Tensor | None"]
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
-    """Properties of an op: parameters, in-place operands, gradient and sharding rules.
+    """Parameters, in-place operands, gradient and sharding rules of an op.
 
     Attributes:
         op: The op.
@@ -52,18 +52,18 @@ class OpSpec:
 
 
 def flat(c: Context, t: Tensor) -> Tensor:
-    """Return `t` if it is contiguous, else a contiguous copy."""
+    """Return `t`, or a copy if it is not contiguous."""
     return t if t.is_contiguous() else c.cont(t)
 
 
 def pass_gradient(c: Context, node: Tensor, grad: Tensor) -> Tensor:
-    """Backward rule of an op with derivative 1: the node's gradient, in the shape of operand 0."""
+    """Backward rule of derivative 1: the node's gradient, in the shape of operand 0."""
     a = node.operand(0)
     return grad if grad.ne == a.ne else c.reshape(grad, a)
 
 
 def zero_gradient(c: Context, node: Tensor, grad: Tensor) -> None:
-    """Backward rule of an operand whose gradient is zero, such as an index or a rounded value."""
+    """Backward rule of an operand with zero gradient, such as an index or a rounded value."""
 
 
 def summed(c: Context, grad: Tensor, to: Tensor) -> Tensor:

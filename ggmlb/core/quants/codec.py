@@ -48,12 +48,12 @@ class Codec:
 
 
 def runs(k: int, width: int) -> tuple[str, int]:
-    """Return the type, for `layout`, of a field of `k` byte strings, each of `width` bytes."""
+    """Return the type, for `layout`, of `k` byte strings of `width` bytes."""
     return f"V{width}", k
 
 
 def layout(**fields: str | tuple[str, int]) -> np.dtype[Any]:
-    """Return a packed structured dtype; fields are scalars, or arrays given as `(type, count)`."""
+    """Return a packed structured dtype of scalars and of `(type, count)` arrays."""
     return np.dtype(
         [
             (name, spec) if isinstance(spec, str) else (name, spec[0], (spec[1],))
@@ -68,7 +68,7 @@ def f32(field: npt.NDArray[Any]) -> Floats:
 
 
 def planes(field: Blocks) -> Bytes:
-    """Return a field of byte strings (`runs`) as planes: uint8 `(k, n_blocks, width)`."""
+    """Return a field of `runs` as planes: uint8 `(k, n_blocks, width)`."""
     out = np.ascontiguousarray(field.T)
     return out.view(np.uint8).reshape(*out.shape, -1)
 

@@ -105,7 +105,7 @@ class Candidate:
 
 @contextmanager
 def failing_as_broken(what: str) -> Iterator[None]:
-    """Context manager that raises errors of a backend's code, except Ctrl-C, as BackendBroken."""
+    """Context manager that re-raises errors of a backend's code, except Ctrl-C, as BackendBroken."""
     try:
         yield
     except (BackendUnavailable, BackendBroken, KeyboardInterrupt):
@@ -162,7 +162,7 @@ def checked_reg(reg: Any, source: str) -> BackendReg:
 
 
 def discover() -> list[Candidate]:
-    """Return all candidates, of ggmlb, installed packages and `GGMLB_BACKEND_PATH`, without duplicates."""
+    """Return the candidates of ggmlb, installed packages and `GGMLB_BACKEND_PATH`, without duplicates."""
     found = {candidate.target: candidate for candidate in in_tree()}
     for candidate in chain(installed(frozenset(found)), from_environment()):
         found.setdefault(candidate.target, candidate)

@@ -53,7 +53,7 @@ class Unavailable(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A backend in use; `target` is that of its `Candidate`, or empty if it was registered directly."""
+    """A backend in use, with its `Candidate.target`; empty if it was registered directly."""
 
     reg: BackendReg
     devices: tuple[Device, ...]
@@ -341,8 +341,8 @@ class Registry:
     def default_devices(self) -> tuple[str, ...]:
         """Return the names of the default devices, highest priority first; empty if none are set.
 
-        They are set by `set_default_devices`, or else by `GGMLB_DEVICES` (`OpenCL0,CPU`), and are used by
-        `evaluate`, models and commands if none are given. If none are set, each of these chooses.
+        They are set by `set_default_devices`, or else by `GGMLB_DEVICES` (`OpenCL0,CPU`), for `evaluate`,
+        models and commands.
         """
         if self._defaults:
             return self._defaults
