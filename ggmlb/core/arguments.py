@@ -3,8 +3,8 @@
 Combinations of types that passed are cached, so that a later call costs one look-up. The function itself
 checks values: ranges, shapes and whether operands fit each other.
 
-Annotations are parsed as text at the first call. Checked are builtin types, containers, and classes of
-`named` or `alias`; not `Any`, arrays and enums (which have parsers).
+Annotations are parsed as text at the first call. Builtin types, containers, and names registered by `named`
+or `alias` are checked; `Any`, arrays and enums (parsed by `as_enum`) are not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 class Kind(NamedTuple):
-    """The check of an annotation, with the expected value in words.
+    """Predicate of an annotation, and its words for errors.
 
     Attributes:
         words: The expected value, for messages.
@@ -159,7 +159,7 @@ def named(words: str) -> Callable[[Class], Class]:
 
 
 def alias(name: str, annotation: str) -> None:
-    """Check arguments annotated with a type alias by its meaning, `annotation`."""
+    """Register a type alias: arguments annotated `name` are checked as `annotation`."""
     kind = _kind(annotation)
     assert kind is not None, annotation
     _NAMED[name] = kind

@@ -187,7 +187,7 @@ def one_line(error: BaseException) -> str:
     """Return an error as one line: `"ValueError: message"`."""
     try:
         text = str(error)
-    except Exception as why:  # of a class of any author
+    except Exception as why:  # third-party classes may fail here
         text = f"(its text cannot be read: {type(why).__name__})"
     return shown(f"{type(error).__name__}: {' '.join(text.split())}")
 
@@ -195,7 +195,7 @@ def one_line(error: BaseException) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or the list of names if it is short."""
     known = list(known)
-    from difflib import get_close_matches  # few programs need it
+    from difflib import get_close_matches  # slow to import, rarely needed
 
     near = get_close_matches(name, known, n=1)
     if not near:

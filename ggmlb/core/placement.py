@@ -84,11 +84,11 @@ def frozen(params: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 Zeros = list[tuple[int, str, float]]
-"""Position, name and sign of each zero float in a list of parameters (because 0.0 equals -0.0)."""
+"""Position, name and sign of each zero float in a list of parameters."""
 
 
 def zeros_of(params: Iterable[Mapping[str, Any]]) -> Zeros:
-    """Return position, name and sign of each zero float."""
+    """Return position, name and sign of each zero float, since 0.0 == -0.0."""
     return [
         (i, name, copysign(1.0, value))
         for i, each in enumerate(params)

@@ -248,7 +248,7 @@ class Tensor(Operators):
         return self.nb[0] > self.nb[1] or self.nb[1] > self.nb[2] or self.nb[2] > self.nb[3]
 
     def reading(self, src: tuple[Tensor | None, ...], view_src: Tensor | None) -> Tensor:
-        """Return a copy of this tensor, in the same memory, that reads other operands; shares `params`."""
+        """Return a copy of this node with other operands, in the same memory; shares `params`."""
         clone: Tensor = object.__new__(Tensor)
         clone.dtype = self.dtype
         clone.ne = self.ne

@@ -96,7 +96,7 @@ class Buffer(Freeable):
         return (self,)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
-        """Return `root`, or the tensors on each device that together hold it; `root` is not a view."""
+        """Return `root`, or its slices on each device; `root` must not be a view."""
         return (root,)
 
     @property
@@ -307,7 +307,7 @@ class Buffer(Freeable):
         return self._as_array(tensor, tensor.dtype.numpy, shape, strides)
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """Return `as_array` after queued work, for array protocols, whose callers do not wait."""
+        """Wait for queued work, and return `as_array`, for array protocols such as DLPack."""
         if observers:
             return Action(call, None, [reading(tensor)]).run(self.as_array, tensor)
         return self.as_array(tensor)
@@ -401,7 +401,7 @@ class Buffer(Freeable):
         """Set all bytes."""
 
     def _init_tensor(self, tensor: Tensor) -> None:
-        """Prepare a tensor."""
+        """Initialise a tensor."""
 
     def _as_array(
         self, tensor: Tensor, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]
@@ -411,7 +411,7 @@ class Buffer(Freeable):
         raise ArgumentError(f"as_array on {tensor.describe()}: {self.name} memory has no array library")
 
     def _reset(self) -> None:
-        """Discard prepared tensors."""
+        """Undo `_init_tensor` for all tensors."""
 
     def _set_usage(self, usage: BufferUsage) -> None:
         """React to a new usage."""

@@ -17,7 +17,7 @@ ALIGNMENT: Final = 64
 """Alignment of host memory [bytes]: a cache line, and the widest vector register."""
 
 MAPPED_ALIGNMENT: Final = 32
-"""Bytes: of tensors in a caller's memory; ggml's TENSOR_ALIGNMENT, and the default of GGUF files."""
+"""Alignment of tensors in a caller's memory [bytes]: ggml's TENSOR_ALIGNMENT, GGUF's default."""
 
 
 def aligned_empty(nbytes: int, alignment: int = ALIGNMENT) -> Bytes:

@@ -1,7 +1,7 @@
 """Observers, notified of every call that moves data, computes, or orders such work.
 
 The public methods of `Backend`, `Buffer`, `BufferType` and `Event` report actions, so that backends need no
-code for it. Without observers, a transfer or a computation costs one test of an empty list.
+code for it. Without observers, a call costs one test of an empty list.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Action:
                     yield from _accesses_of(node)
 
     def run(self, hook: Callable[..., Result], *args: Any) -> Result:
-        """Notify observers, call `hook(*args)`, notify again; a hook returns `False` for no effect."""
+        """Notify observers, call `hook(*args)`, notify them again; return the hook's result."""
         with self:
             result = hook(*args)
             self.done = result is not False

@@ -113,7 +113,7 @@ Binding = tuple[list[Any], Zeros]
 
 
 def binding(nodes: tuple[Tensor, ...]) -> Binding:
-    """Return placements, operands and parameters of nodes, to notice changes.
+    """Return placements, operands and parameters of nodes, to compare them later.
 
     The buffers themselves, not their ids: a plan must notice a new buffer that has the id of a dropped one.
     """

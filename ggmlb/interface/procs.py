@@ -32,7 +32,7 @@ def set_n_threads(backend: Backend, n: int) -> None:
     """
     set_threads = getattr(backend, "set_n_threads", None)
     if set_threads is None:
-        raise BackendError(f"set_n_threads: {backend.name} has no threads to set; give one that has: CPU")
+        raise BackendError(f"set_n_threads: {backend.name} has no threads to set; give a CPU backend")
     set_threads(n)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Arg = TypeVar("Arg")
     Result = TypeVar("Result")
 
-PATIENCE_S: Final = 5.0
+NESTED_TIMEOUT_S: Final = 5.0
 """How long a function called under one lock waits for another lock [s]."""
 
 
@@ -34,8 +34,8 @@ class StreamLock:
     """Lock of a backend, whose steps share scratch memory; re-entrant use raises instead of deadlocking.
 
     It is released when the work is queued or done. A user's function called under the lock must not use the
-    same backend, in this thread or a worker thread. It may use another one, but waits only `PATIENCE_S` for
-    its lock, because the holder may be waiting for this thread.
+    same backend, in this thread or a worker thread. It may use another one, but waits for its lock only
+    `NESTED_TIMEOUT_S`, because the holder may be waiting for this thread.
     """
 
     __slots__ = ("__weakref__", "_lock", "_within")
@@ -58,7 +58,7 @@ class StreamLock:
         if not within:
             with self._lock:  # in its own `with`, which Ctrl-C cannot interrupt before the release
                 return self._run(owner, work, arg, within)
-        if self in within or not self._lock.acquire(timeout=PATIENCE_S):
+        if self in within or not self._lock.acquire(timeout=NESTED_TIMEOUT_S):
             raise GraphError(
                 f"{owner._title} is planning or computing, and waits for this call; give a custom op or "
                 "callback that plans or computes a backend of its own"
@@ -75,7 +75,7 @@ class StreamLock:
         _thread.within = self._within = (*within, self)
         try:
             if process_state.ending_in:
-                process_state.check_goes_on(f"plan or compute on {owner._title}")
+                process_state.check_not_exiting(f"plan or compute on {owner._title}")
             return work(arg)
         finally:
             self._within, _thread.within = (), before

@@ -96,10 +96,10 @@ def trusted(place: Path) -> Path | None:
     try:
         found = place.resolve(strict=True)
         why = _why_not(found)
-    except (OSError, RuntimeError):  # not there, not to be read, or a circle of links
+    except (OSError, RuntimeError):  # missing, unreadable, or circular links
         return None
     if why is not None:
-        with suppress(RuntimeWarning):  # which a filter may have made an error
+        with suppress(RuntimeWarning):  # raised if a warning filter says so
             message = f"compiled kernels are not cached in {place}: {why}"
             warnings.warn(shown(message), RuntimeWarning, stacklevel=2)
     _checked[place] = found if why is None else None

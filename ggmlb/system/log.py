@@ -2,8 +2,8 @@
 
 They go to loggers below `ggmlb` of the standard library's `logging`, at levels INFO and DEBUG: nothing is
 shown unless the program configures logging, or `GGMLB_LOG` names a level (`GGMLB_LOG=debug`), which shows
-records on standard error. Problems are reported by `warnings` instead, which
-`logging.captureWarnings(True)` turns into records, too.
+records on standard error. Problems are `warnings` instead, which
+`logging.captureWarnings(True)` turns into records.
 
 `logging` takes 10 ms to import. Until the program imports it, nothing is written.
 """

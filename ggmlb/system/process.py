@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ggmlb.core.errors import ArgumentError, BackendError, kind_of
 
-PATIENCE_S: Final = 5.0
+EXIT_TIMEOUT_S: Final = 5.0
 """How long the exit of the process waits for the work of other threads [s]."""
 
 
@@ -89,7 +89,7 @@ class ProcessState:
         after_fork(self._note_fork)
         atexit.register(self._end)
 
-    def check_goes_on(self, call: str) -> None:
+    def check_not_exiting(self, call: str) -> None:
         """Stop this thread silently if Python is exiting in another one.
 
         Raises:
@@ -103,7 +103,7 @@ class ProcessState:
 
     def _end(self) -> None:
         self.ending_in = get_ident()
-        deadline = monotonic() + PATIENCE_S
+        deadline = monotonic() + EXIT_TIMEOUT_S
         while any(is_busy() for is_busy in self.busy) and monotonic() < deadline:
             sleep(0.0005)
 
@@ -139,7 +139,7 @@ class LibraryGuard:
                 f"{call}: {self._library} was used before this process was forked and cannot be used here; "
                 f"start workers with the 'spawn' method, or use {self._library} in the workers only"
             )
-        process_state.check_goes_on(call)
+        process_state.check_not_exiting(call)
 
     def renew(self) -> None:
         """Allow the library in this forked process, if the parent loaded but did not use it."""

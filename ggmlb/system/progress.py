@@ -24,7 +24,7 @@ from typing import Final
 from ggmlb.core.errors import shown
 from ggmlb.system import env, log
 
-PATIENCE_S: Final = 1.0
+SHOW_AFTER_S: Final = 1.0
 """Duration below which a task shows nothing [s]."""
 
 
@@ -59,7 +59,7 @@ class Task:
                 self._show()
         if self._is_enabled and self._timer is None:
             # A thread, because the first step may take many seconds.
-            self._timer = threading.Timer(PATIENCE_S, self._begin)
+            self._timer = threading.Timer(SHOW_AFTER_S, self._begin)
             self._timer.daemon = True
             with suppress(RuntimeError):  # no more threads: no progress is shown
                 self._timer.start()

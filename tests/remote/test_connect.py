@@ -39,7 +39,7 @@ def test_progress_is_told(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GGMLB_PROGRESS", "1")
-    monkeypatch.setattr("ggmlb.system.progress.PATIENCE_S", 0)
+    monkeypatch.setattr("ggmlb.system.progress.SHOW_AFTER_S", 0)
     ctx, told = Context(), ""
     w = ctx.new_tensor(DType.F32, (1 << 18,))
     with ggmlb.connect(address, ["CPU"]) as cluster:

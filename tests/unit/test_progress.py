@@ -17,7 +17,7 @@ class Screen(io.StringIO):
 
 
 def run(stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch, *, long: bool = True) -> str:
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.01 if long else 60.0)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01 if long else 60.0)
     monkeypatch.setattr(sys, "stderr", stream)
     with progress.task("X0: compiling kernels", 2) as task:
         task.step("first_one")
@@ -83,7 +83,7 @@ def test_a_notebook_shows_it_as_output_and_not_as_an_error(monkeypatch: pytest.M
 def test_an_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Screen()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01)
     with pytest.raises(KeyboardInterrupt), progress.task("X0: compiling kernels") as task:
         task.step("first")
         sleep(0.1)

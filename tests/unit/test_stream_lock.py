@@ -80,7 +80,7 @@ def test_a_way_back_over_another_backend_is_refused(n_tasks, streams):
 @pytest.mark.parametrize("n_tasks", [1, 2])
 @pytest.mark.parametrize("n", [2, 3])
 def test_threads_that_want_each_others_backends_do_not_wait_for_ever(n, n_tasks, streams, monkeypatch):
-    monkeypatch.setattr(stream_lock, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(stream_lock, "NESTED_TIMEOUT_S", 0.5)
     backends, together = [streams() for _ in range(n)], Barrier(n)
     inner = [calling(backend, lambda: None) for backend in backends]
 

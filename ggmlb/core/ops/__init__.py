@@ -36,4 +36,4 @@ def _records() -> dict[Op, OpSpec]:
 
 
 SPECS: Final = _records()
-"""The record of each op, in ggml's order."""
+"""The `OpSpec` of each op, in ggml's order."""

@@ -47,7 +47,7 @@ class OpBase:
         for name, op in vars(cls).items():
             if inspect.isfunction(op) and not name.startswith("_"):
                 op.__qualname__ = f"Context.{name}"
-                op.__module__ = cls.__module__  # not of the function that made it, for readers of either
+                op.__module__ = cls.__module__  # also for generated methods
         arguments.checked_methods(cls)
 
     def _op(

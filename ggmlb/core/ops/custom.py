@@ -136,7 +136,7 @@ def _params(fn: str, operands: Sequence[str], fun: Custom, n_tasks: int, userdat
         signature(fun).bind(*given)
     except TypeError as error:
         fail_arg(fn, f"fun is called as fun({', '.join(given)}), but takes {signature(fun)}: {error}")
-    except ValueError:  # a function written in C tells no signature
+    except ValueError:  # functions written in C have none
         pass
     if n_tasks < 1 and n_tasks != N_TASKS_MAX:
         fail_arg(fn, f"n_tasks is {n_tasks}; it must be positive, or N_TASKS_MAX ({N_TASKS_MAX})")

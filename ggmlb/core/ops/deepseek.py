@@ -127,7 +127,7 @@ class DeepSeekOps(OpBase):
 
 
 def _check(fn: str, *expected: tuple[Tensor, Ne]) -> None:
-    """Raise unless each tensor is f32 and has the extents beside it."""
+    """Raise unless each tensor is f32 and has the given extents."""
     for tensor, ne in expected:
         require_type(fn, "an operand", tensor, DType.F32)
         if tensor.ne != ne:

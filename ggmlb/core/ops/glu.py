@@ -125,7 +125,7 @@ def _shard_glu(node: Tensor, states: States) -> ShardOutcome | None:
         found = elementwise(node, states)
         if found is None or not 0 < int(found.result.axis) < node.n_dims - 1:
             return found
-        # The method takes no gaps between planes, which slices of whole operands and of views have.
+        # `glu_split` declines gaps between planes, as slices of mirrored operands and views have.
         own = [
             s.layout.is_plain and state == found.result for s, state in zip(node.sources, states, strict=True)
         ]
@@ -148,7 +148,7 @@ ACTIVATIONS: Mapping[GluOp, UnaryOp] = {
     GluOp.GEGLU_ERF: UnaryOp.GELU_ERF,
     GluOp.GEGLU_QUICK: UnaryOp.GELU_QUICK,
 }
-"""Of each unit but SWIGLU_OAI."""
+"""Activation of each gated unit except SWIGLU_OAI."""
 
 
 def _back_part(part: int, c: Context, node: Tensor, grad: Tensor) -> Tensor:
@@ -175,7 +175,9 @@ def _part(c: Context, node: Tensor, x: Tensor, u: Tensor, grad: Tensor, part: in
     act = ACTIVATIONS[op]
     if part:
         return c.mul(grad, c.unary(x, act))
-    y = c.unary(x, act) if act in (UnaryOp.GELU_ERF, UnaryOp.GELU_QUICK) else x  # others do not read it
+    y = (
+        c.unary(x, act) if act in (UnaryOp.GELU_ERF, UnaryOp.GELU_QUICK) else x
+    )  # other derivatives do not read it
     slope = DERIVATIVES[act](c, x, y, c.mul(grad, u))
     assert slope is not None
     return slope

@@ -138,7 +138,7 @@ def _softplus(x: float) -> float:
 
 
 Derivative = Callable[["Context", Tensor, Tensor, Tensor], "Tensor | None"]
-"""Returns the gradient of the operand, given it, the result and its gradient; None: it is 0 but in steps."""
+"""Returns the gradient of the operand, given it, the result and its gradient; `None` if it is 0."""
 
 
 def _gate(c: Context, x: Tensor, g: Tensor, p: Tensor, slope: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ DERIVATIVES: dict[UnaryOp, Derivative] = {
     UnaryOp.ROUND: lambda c, x, y, g: None,
     UnaryOp.TRUNC: lambda c, x, y, g: None,
 }
-"""Of each function but XIELU."""
+"""Derivative of each function except XIELU."""
 
 
 def _back_unary(c: Context, node: Tensor, grad: Tensor) -> Tensor | None:

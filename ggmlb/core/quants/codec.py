@@ -1,9 +1,8 @@
 """Codec, the description of a block format, and the unpacking functions of all readers.
 
-All functions work on many blocks at once. Packed codes are read as *planes*, bytes of shape
-`(n_planes, n_blocks, width)`, so that one NumPy call masks or shifts a long run of bytes; `blockwise` then
-restores the order of the elements. Runs of bytes are moved as items of a void type, which NumPy copies about
-five times as fast as short rows of bytes.
+Packed codes are read as *planes*, bytes of shape `(n_planes, n_blocks, width)`, so that one NumPy call masks
+or shifts many bytes; `blockwise` then restores the order of the elements. Bytes are moved as items of a void
+type, which NumPy copies about five times as fast as short rows of bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Codec:
 
 
 def runs(k: int, width: int) -> tuple[str, int]:
-    """Return the type, for `layout`, of `k` byte strings of `width` bytes."""
+    """Return the type, for `layout`, of a field of `k` arrays of `width` packed bytes."""
     return f"V{width}", k
 
 
@@ -68,7 +67,7 @@ def f32(field: npt.NDArray[Any]) -> Floats:
 
 
 def planes(field: Blocks) -> Bytes:
-    """Return a field of `runs` as planes: uint8 `(k, n_blocks, width)`."""
+    """Return a field of `runs`, transposed to uint8 `(k, n_blocks, width)`."""
     out = np.ascontiguousarray(field.T)
     return out.view(np.uint8).reshape(*out.shape, -1)
 
@@ -113,7 +112,7 @@ def expand(values: Floats, codes: Ints, scale: Floats, minimum: Floats | None = 
 
 
 def pair_table(levels: tuple[int, ...]) -> npt.NDArray[np.uint16]:
-    """Return a table from two neighbouring codes to their int8 levels, to halve the look-ups."""
+    """Return a table to decode two neighbouring 4-bit codes in one look-up."""
     one = np.array(levels, np.int8).view(np.uint8).astype(np.uint16)
     table = np.zeros((16, 256), np.uint16)
     table[:, :16] = one[:, None] << np.uint16(8) | one
@@ -121,6 +120,6 @@ def pair_table(levels: tuple[int, ...]) -> npt.NDArray[np.uint16]:
 
 
 def look_up(table: npt.NDArray[np.uint16], codes: Bytes) -> Ints:
-    """Return the levels of codes by a `pair_table`: int8 of the same shape."""
+    """Decode 4-bit codes by a `pair_table`: int8 of the same shape."""
     pairs = codes.view("<u2")
     return np.take(table, pairs.astype(np.intp), mode="clip").astype("<u2", copy=False).view(np.int8)

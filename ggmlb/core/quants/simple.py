@@ -87,7 +87,7 @@ def _read_q1_0(values: Floats, blocks: Blocks) -> None:
 
 _QUARTERS = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3).astype(np.int8) - np.int8(1)
 _QUARTERS = _QUARTERS.view(np.uint32)[:, 0]
-"""The four codes in a byte, less 1, as one item."""
+"""The four codes in a byte, minus 1, as one uint32."""
 
 
 def _read_q2_0(values: Floats, blocks: Blocks) -> None:

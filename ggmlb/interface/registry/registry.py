@@ -95,7 +95,7 @@ class Registry:
         self._discover = discover
         self._found: list[Candidate] | None = None  # not opened yet; None: not discovered yet
         self._loaded: list[Loaded] = []  # in the order in which they were added
-        self._single: list[Device] = []  # registered alone
+        self._single: list[Device] = []  # registered without their backend
         self._failed: list[Unavailable] = []
         self._unloaded: dict[str, Device] = {}  # devices of removed backends, by name in lower case
         self._warned: set[str] = set()
@@ -435,9 +435,7 @@ class Registry:
             raise RegistryError(f"a backend named {taken.name!r} is already registered; unload it first")
         devices = _devices_of(reg)
         self._check_names(devices)
-        self._single = [
-            device for device in self._single if device.reg is not reg
-        ]  # it comes with its backend
+        self._single = [d for d in self._single if d.reg is not reg]  # now listed with their backend
         self._loaded.append(Loaded(reg, devices, target))
 
     def _check_names(self, devices: Iterable[Device]) -> None:
@@ -531,7 +529,7 @@ def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
             _check_type(device)
             _device_order(device)  # reads what the list is sorted by, to find errors in it here
     if not devices:
-        raise BackendUnavailable("no device was found on this machine")
+        raise BackendUnavailable("no device was found on this machine; check its driver")
     return devices
 
 
