@@ -114,7 +114,7 @@ class Buffer(Freeable):
         return self.buft.alloc_size(tensor)
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Type and byte strides of a tensor in this memory; see `BufferType.stored_layout`."""
+        """Type and byte strides as stored in this memory; see `BufferType.stored_layout`."""
         return self.buft.stored_layout(tensor)
 
     def packing(self, tensor: Tensor) -> str:
