@@ -6,7 +6,7 @@
 #define Q8_AT(sub_block, half) (256*((sub_block) >> 3) + 128*(half) + 16*((sub_block) & 7))
 
 #define EACH_SUB_BLOCK_ UNROLL for (int j = 0; j < N; j++)
-/* Round to the nearest integer, which is then the lowest byte: floats at 1.5*2^23 have no fraction bits. */
+/* Round to the nearest integer, in the lowest byte of the result: floats at 1.5*2^23 have no fraction bits. */
 DEVICE_FN uint rounded(float x) { return AS_UINT(x + 12582912.0f); }
 
 /* Quantise N sub-blocks, `apart` from one to the next. Eight neighbouring threads share a sub-block, four elements each;

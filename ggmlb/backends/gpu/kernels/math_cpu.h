@@ -13,7 +13,7 @@ DEVICE_FN float exp_(float x)
     p = p*r + 0.166665182f;
     p = p*r + 0.5f;
     p = p*r*r + r + 1.0f;
-    const float half_scale = AS_FLOAT((uint)(n + 126) << 23);    /* 2^(n-1), as 2^128 is no float */
+    const float half_scale = AS_FLOAT((uint)(n + 126) << 23);    /* 2^(n-1), because 2^128 overflows */
     const float y = p*half_scale*2.0f;
     return x > 88.72283f ? AS_FLOAT(0x7f800000u) : x < -87.33654f ? 0.0f : x != x ? x : y;
 }

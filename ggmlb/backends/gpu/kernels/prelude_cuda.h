@@ -39,7 +39,7 @@ typedef long long i64_t;
 
 #define HALF_FROM_BITS(u) half_to_float_(u)
 #define HALF_BITS(f) float_to_half_(f)
-/* aligned addresses */
+/* vector loads and stores at aligned addresses */
 #define LOAD_UINT4(p) (*(const uint4 *)(p))
 #define LOAD_UINT2(p) (*(const uint2 *)(p))
 #define STORE_UINT4(p, v) (*(uint4 *)(p) = (v))

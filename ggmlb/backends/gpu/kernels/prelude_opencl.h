@@ -13,7 +13,7 @@
 #define GLOBAL       __global
 #define CGLOBAL      __global const
 #define CONSTANT     __constant
-/* The kernel body may be a separate function (source.py) for work-groups of one item; its local memory is then its own.
+/* OUTLINED: for work-groups of one item, the kernel body is a separate function (source.py), with private arrays as local.
    LOCAL_ID is a variable that is 0, not a constant: with loops known to start at 0, PoCL's attention is a tenth slower. */
 #ifdef OUTLINED
 enum { local_id_ = 0 };
@@ -57,8 +57,8 @@ DEVICE_FN float PRODUCT(float a, float b)     /* never contracted to an FMA */
 #define COMPILES_FOR_CPU_
 #endif
 #if defined(ON_CPU) && defined(COMPILES_FOR_CPU_)
-#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a block in which sums may be vectorised */
-#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* a loop of independent iterations, also if in place */
+#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* sums in the next block may be reordered */
+#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* the iterations are independent, even if in place */
 #define SQRT(x)      __builtin_sqrtf(x)
 #define FABS(x)      __builtin_fabsf(x)
 #define FLOOR(x)     __builtin_floorf(x)

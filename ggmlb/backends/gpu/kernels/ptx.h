@@ -1,4 +1,4 @@
-/* Instructions that CUDA C++ only names in its header files, as inline PTX: all of it is in this file. */
+/* All inline PTX: instructions whose intrinsics need CUDA's header files. */
 DEVICE_FN float half_to_float_(ushort h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
 DEVICE_FN ushort float_to_half_(float f) { ushort h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 

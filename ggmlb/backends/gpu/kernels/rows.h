@@ -3,12 +3,12 @@
    Quantised blocks are read in ggml's layout. A group of eight never crosses a block, and its bits are in eight neighbouring
    bytes in every format, so that few vector operations unpack them. For block b and group r within it:
 
-       GROUPS_T, BYTES_T      groups per block, and bytes per block; D_T, QS_T, ... byte offsets of its fields (blocks.h)
-       SHARE_T                groups, from a multiple on, that share scale and min
-       SPAN_T                 groups worth unpacking together: their bits have the same positions in a byte
-       raw8_T(b, r)           the quants,
-       scale_T(b, r)          times this,
-       min_T(b, r)            minus this, where HAS_MIN_T */
+       GROUPS_T, BYTES_T      groups of eight elements and bytes per block; D_T, QS_T, ... byte offsets of its fields (blocks.h)
+       SHARE_T                consecutive groups with the same scale and min
+       SPAN_T                 consecutive groups with bits at the same positions in a byte, unpacked together
+       raw8_T(b, r)           quants: element = quant*scale - min
+       scale_T(b, r)          scale
+       min_T(b, r)            min, if HAS_MIN_T */
 #include "blocks.h"
 #define OF_TYPE(name, x) CAT(name##_, x##_T)
 #define BLOCK_AT(x, row, g) ((row) + (i64_t)((uint)(g)/OF_TYPE(GROUPS, x))*OF_TYPE(BYTES, x))
@@ -27,12 +27,12 @@
     return HAS_MIN_##T ? raw8_##T(b, r)*scale_##T(b, r) - min_##T(b, r) : raw8_##T(b, r)*scale_##T(b, r); \
 }
 #define U8_AT(p)        LOAD_U8((CGLOBAL uchar *)(p))
-#define U8_ALIGNED(p)   LOAD_U8_ALIGNED((CGLOBAL uchar *)(p))   /* to eight bytes */
+#define U8_ALIGNED(p)   LOAD_U8_ALIGNED((CGLOBAL uchar *)(p))   /* p: a multiple of 8 bytes */
 #define BYTE(p)         (*(CGLOBAL uchar *)(p))
 #define BYTES2(p)       ((uint)BYTE(p) | (uint)BYTE((p) + 1) << 8)
 #define NIBBLES(p, high) ((U8_AT(p) >> U8_SPLAT((uchar)(4*(high)))) & U8_SPLAT(15))
 
-/* plain types: blocks of eight */
+/* plain types: eight elements count as a block */
 TRAITS(f32, 1, 4, 0)
 RAW8(f32) { return LOAD8((CGLOBAL float *)b); }
 SCALE(f32) { return 1.0f; }
@@ -123,7 +123,7 @@ DEQ8_FN(q2_0)
 
 /* nibbles that index a table of values */
 CONSTANT i8_t values_iq4nl[16] = {LEVELS_iq4_nl};
-CONSTANT i8_t values_e2m1[16] = {LEVELS_mxfp4};   /* doubled */
+CONSTANT i8_t values_e2m1[16] = {LEVELS_mxfp4};   /* twice the values of E2M1 */
 
 TRAITS(iq4_nl, 4, 4, 0)
 RAW8(iq4_nl) { return F8_LOOKUP(values_iq4nl, NIBBLES(b + QS_iq4_nl + 8*(r & 1), r >> 1)); }
@@ -133,7 +133,7 @@ DEQ8_FN(iq4_nl)
 
 TRAITS(mxfp4, 4, 4, 0)
 RAW8(mxfp4) { return F8_LOOKUP(values_e2m1, NIBBLES(b + QS_mxfp4 + 8*(r & 1), r >> 1)); }
-SCALE(mxfp4)                                    /* half of 2^(e-127) */
+SCALE(mxfp4)                                    /* 2^(e-127)/2, as the values are doubled */
 {
     const uint e = BYTE(b + E_mxfp4);
     return AS_FLOAT(e < 2 ? 0x00200000u << e : (e - 1) << 23);
@@ -141,7 +141,7 @@ SCALE(mxfp4)                                    /* half of 2^(e-127) */
 NO_MIN(mxfp4)
 DEQ8_FN(mxfp4)
 
-/* four times 16, each with a scale of 4 bits of exponent and 3 of mantissa */
+/* four sub-blocks of 16, each with an unsigned E4M3 scale; halved, as the values are doubled */
 TRAITS(nvfp4, 2, 4, 0)
 RAW8(nvfp4) { return F8_LOOKUP(values_e2m1, NIBBLES(b + QS_nvfp4 + 8*(r >> 1), r & 1)); }
 SCALE(nvfp4)

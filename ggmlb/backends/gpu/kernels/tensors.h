@@ -140,8 +140,8 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
 #define MAP_ROWS(x, d, to, loads, value) EACH_ELEMENT(x) ST_ROW(d, to, i0, value);
 #endif
 
-/* Whether a tensor has row i, of n: i is data, which may hold anything. The stream's first one out of range is recorded in
-   bad for the host (bad_index.py): that there is one, the row, and the step's number, which is bad's offset. */
+/* Whether row index i, read from a tensor, is in 0..n-1. If not, and it is the stream's first, it is recorded in bad for the
+   host (bad_index.py): a flag, the index, and the number of the step (the offset of bad). */
 #define IS_ROW(i, n, bad) is_row_((i), (n), bad##_buf, bad##_off)
 DEVICE_FN int is_row_(i64_t i, int n, GLOBAL char *record, i64_t step)
 {
