@@ -1,4 +1,4 @@
-"""Constants and tables of ops' formulas that several backends need on the host."""
+"""Constants and tables for gelu, ALiBi, RoPE and YaRN, computed on the host."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ NORMAL_AS_SIGMOID = (
 
 
 def alibi(n_head: int, max_bias: float) -> tuple[int, float, float]:
-    """Return ALiBi's largest power of two up to `n_head`, and the two bases of its slopes."""
+    """Return ALiBi's `n_head_log2`, `m0` and `m1` (see ggml's soft_max)."""
     n = 1 << floor(log2(n_head))
     return n, 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> Array:
-    """Return the ALiBi slope of each head (powers of two bases; odd heads in between)."""
+    """Return the ALiBi slope of each head: `m0^(h + 1)`, then odd powers of `m1` from `n_head_log2` on."""
     n, base, between = alibi(n_head, max_bias)
     heads = np.arange(n_head)
     slopes = np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1))
@@ -49,7 +49,7 @@ def alibi_slopes(n_head: int, max_bias: float) -> Array:
 
 
 def yarn_range(params: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the first pair of YaRN's ramp, and its length in pairs."""
+    """Return the start and the length of YaRN's ramp in rotated pairs (`ggml_rope_yarn_corr_dims`)."""
     n_dims, n_ctx = params["n_dims"], params["n_ctx_orig"]
     if not n_ctx or not params["ext_factor"]:
         return 0.0, 0.001
@@ -63,17 +63,20 @@ def yarn_range(params: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def yarn_ramp(n_pairs: int, params: Mapping[str, Any]) -> Array:
-    """Return for each pair the share of the extrapolated angle, from 1 to 0 (interpolated)."""
+    """Return YaRN's blend factor of each rotated pair: 1 extrapolates its angle, 0 interpolates it."""
     low, length = yarn_range(params)
     return 1 - np.clip((np.arange(n_pairs) - low) / length, 0, 1)
 
 
 def pair_angles(n_pairs: int, params: dict[str, Any]) -> tuple[Array, Array]:
-    """Return for each pair the angle per position, and the index of its position; read-only."""
+    """Return each rotated pair's angle per position, and its position channel (0 to 3; 0 without M-RoPE).
+
+    The arrays are cached: do not write to them.
+    """
     return _pair_angles(n_pairs, tuple(params.items()))
 
 
-@lru_cache(64)  # all layers of a model ask for the same
+@lru_cache(64)  # all layers of a model use the same
 def _pair_angles(n_pairs: int, items: tuple[tuple[str, Any], ...]) -> tuple[Array, Array]:
     params = dict(items)
     pairs = np.arange(n_pairs)

@@ -3,8 +3,8 @@
     graph ── fuse(graph, can_fuse) ──> [node, Group, node, ...]
 
 A `Pattern` names nodes and how they connect. `fuse` finds its instances in a graph, and drops those that
-would change visible results. `can_fuse` tells for which of the rest a backend has a kernel. So lowering
-is
+would change results that others read. `can_fuse` says whether the backend has a kernel for a group. A
+backend lowers a graph by
 
     for item in fuse(graph, can_fuse):        # can_fuse(group) -> bool: there is a kernel for these types
         launches += lower_group(item) if isinstance(item, Group) else lower(item)
@@ -24,10 +24,10 @@ by the pattern's names:
                       [`up` [`up_add`]] `glu`               without `up`, of the halves of one product's rows
     ================  ====================================  ================================================
 
-`group["norm"]` is a node, `"mul" in group` tells whether it is present, `group.other("mul")` is its
-operand from outside the group; `group.products` lists the products with what is added to each, in a gated
-unit the activated one first. All results except the last are dropped, unless they are in `group.kept`:
-the kernel must write these too. Each node keeps its own operands, params and place.
+`group["norm"]` is a node, `"mul" in group` says whether it is present, `group.other("mul")` is its
+operand from outside the group; `group.products` lists the products with their biases or residuals, in a
+gated unit the activated one first. All results except the last are dropped, unless they are in `group.kept`:
+the kernel must write these too. Each node keeps its own operands, params and memory.
 
 Every group passed to `can_fuse` satisfies:
 
@@ -39,7 +39,7 @@ Every group passed to `can_fuse` satisfies:
 - Outside operands of `add`, `mul` and `shift` have in each dimension the result's extent or 1. No tensor
   is empty. Other types are checked by `can_fuse`.
 
-`GGMLB_FUSE=0` turns fusion off. Source: ggml_can_fuse and its users; the conditions on memory are ours.
+`GGMLB_FUSE=0` turns fusion off. Source: ggml_can_fuse and its callers; the conditions on memory are ours.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ IN_PLACE: Final = frozenset({"add", "norm", "mul", "shift", "set_rows", "gate_ad
 
 @dataclass(frozen=True, slots=True)
 class PatternNode:
-    """A node of a pattern.
+    """One node of a fusion pattern, with the nodes that feed it.
 
     Attributes:
         name: Its name in the group.
@@ -84,7 +84,7 @@ class PatternNode:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A tree of parts, given by its last part, with further conditions."""
+    """A fusion pattern: a tree of nodes with its root `last`, and a condition `fits` on matched groups."""
 
     name: Name
     last: PatternNode
@@ -92,12 +92,12 @@ class Pattern:
 
 
 class Product(NamedTuple):
-    """A product of a group, or a half of it.
+    """A matrix product of a group, or the gate or up half of its rows.
 
     Attributes:
         node: The product.
-        added: What is added to it, if anything: a bias, or a residual.
-        first: The first row of the weight, and element of what is added, that the half takes.
+        added: The bias or residual added to it, if any.
+        first: The first row of the weight, and first element of the bias, of the half.
     """
 
     node: Tensor
@@ -142,13 +142,13 @@ class Group:
         self.reads = [(t, part in IN_PLACE) for part, operands in self.outside.items() for t in operands]
 
     def other(self, part: str) -> Tensor:
-        """Return the one operand of a part that no node of the group computes."""
+        """Return the only operand of a part that comes from outside the group."""
         (tensor,) = self.outside[part]
         return tensor
 
     @property
     def products(self) -> list[Product]:
-        """The product; of a gated unit the two, or the two halves of one: first that which is activated."""
+        """The matrix products; of a gated unit the activated one (gate), then the other (up)."""
         if self.pattern != "glu":
             return [Product(self["mul_mat"], self.other("add") if "add" in self else None)]
 
@@ -279,14 +279,14 @@ _LAST = frozenset(op for pattern in PATTERNS for op in pattern.last.ops)
 
 
 def fuse(graph: Graph, can_fuse: CanFuse, *, by_place: bool = True) -> list[Tensor | Group]:
-    """Return the nodes and groups of a graph in a computable order.
+    """Return the graph's nodes, with fused nodes as groups, in topological order.
 
     A group has the position of its last node. A node is in at most one group.
 
     Args:
         graph: A graph, or a view of one (`Graph.view`).
         can_fuse: Whether the backend has a kernel for a fusable group.
-        by_place: Whether `can_fuse` asks where tensors lie.
+        by_place: Whether `can_fuse` depends on the tensors' memory.
     """
     if len(graph) < 2 or not env.flag("GGMLB_FUSE", default=True):
         return list(graph.nodes)
@@ -319,7 +319,7 @@ def gather(graph: Graph, can_fuse: CanFuse) -> None:
             for member in waiting.pop(node):
                 del owners[member]
         elif node.op in NO_OPS and node.view_src is not None and node.src[0] in owners:
-            owners[node] = owners[node.src[0]]  # a view comes after what it views
+            owners[node] = owners[node.src[0]]  # a view comes after its source
         if node in owners:
             waiting[owners[node].result].append(node)
         else:
@@ -357,14 +357,14 @@ class _Finder:
         return self._graph.use_counts()
 
     def groups(self) -> list[Group]:
-        if self._marks:  # no other group was found where all were looked for
+        if self._marks:  # gather has searched all nodes: there are no other groups
             return [
                 group
                 for group in self._marks.values()
                 if isinstance(group, Group) and self._still_fits(group)
             ]
         found: list[Group] = []
-        for node in reversed(self._nodes):  # the last node has the choice: a residual goes to the norm
+        for node in reversed(self._nodes):  # later nodes match first: a residual joins the norm
             if node.op not in _LAST:
                 continue
             for pattern in _patterns(node.op, *[None if s is None else s.op for s in node.src]):
@@ -391,7 +391,7 @@ class _Finder:
         return Group(pattern.name, parts, tuple(views), tuple(kept))
 
     def _still_fits(self, group: Group) -> bool:
-        """Whether a group that was found before the nodes had a place is one still."""
+        """Whether a group found before its nodes were allocated is still valid."""
         places, kept = self._places, group.kept
         for node in group.nodes:
             if node not in places or not (node is group.result or node in kept or self._may_drop(node)):

@@ -1,8 +1,8 @@
-"""Kinds: what decides how a node or fused group is lowered, so that each kind is lowered once.
+"""Cache of lowered nodes: nodes and fused groups of the same kind are lowered once.
 
-A kind is an op or pattern with its parameters, and the form of each operand: layout, alignment, packing.
-Steps of a kind have operand slots in place of addresses. So a graph that was never seen, of kinds that were,
-costs only the binding of slots.
+A kind is an op or pattern, its parameters, and the form of each operand: layout, alignment, packing. Cached
+steps refer to operands by number, not by address. So a new graph whose kinds are cached is not lowered: only
+addresses are bound.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 
 Lowered = TypeVar("Lowered")
-"""Type of a backend's unbound steps."""
+"""Type of a backend's steps before addresses are bound."""
 
 ALIGNED: Final = 63
 """Mask of the bits of an operand's address that are part of its form."""
@@ -27,40 +27,40 @@ ABSENT: Final = -1
 """Form of an absent operand."""
 
 MAX_KINDS: Final = 4096
-"""Most kinds, and most forms of operands, that are kept."""
+"""Largest number of kinds, and of forms, in the cache."""
 
 
 class Kinds(Generic[Lowered]):
-    """The unbound steps that a stream has lowered, by kind.
+    """Cache of lowered steps by kind of node or fused group.
 
     Attributes:
         lowered: Steps by kind.
-        forms: Numbers of operands' forms: layout, alignment and packing.
+        forms: Number of each operand form: layout, alignment and packing.
     """
 
     def __init__(self) -> None:
         self.lowered: dict[Hashable, Lowered] = {}
         self.forms: dict[Hashable, int] = {}
-        self._numbers = count()  # of forms to come; none is given twice
+        self._numbers = count()  # of new forms; never reused, as kinds contain them
 
     def numbered(self, keys: Iterable[Hashable]) -> list[int]:
-        """Return the numbers of forms."""
+        """Return a unique number for each operand form; equal forms have equal numbers."""
         return list(map(self.forms.setdefault, keys, self._numbers))
 
     def make_room(self) -> None:
-        """Forget all if there are many."""
+        """Clear the cache if it has grown too large."""
         if max(len(self.lowered), len(self.forms)) > MAX_KINDS:
             self.lowered.clear()
             self.forms.clear()
 
 
 class Operands:
-    """The operands of a plan's items, by number; the last number is that of an absent operand.
+    """Numbers the operands of a plan's nodes and groups; the last number stands for an absent operand.
 
     Args:
         tensors: For each item its nodes, each followed by its operands; empty if it computes nothing.
-        kinds: Where forms are numbered.
-        starts_of: Returns the addresses of buffers; by default 0, so that only offsets in a buffer count
+        kinds: Cache that numbers their forms.
+        starts_of: Returns the addresses of buffers; by default 0, as offsets determine the alignment
             (buffers begin at multiples of 64 bytes).
 
     Attributes:
@@ -96,7 +96,7 @@ class Operands:
         self.addresses.append(0)
 
     def kind(self, item: Item, numbers: Sequence[int]) -> tuple[Hashable, ...]:
-        """Return the kind of an item, given the numbers of its tensors."""
+        """Return the cache key of a node or group, given the numbers of its operands."""
         what = _what(item)
         forms = map(self.forms.__getitem__, numbers)
         if len({*numbers}) == len(numbers):
@@ -106,7 +106,7 @@ class Operands:
 
 
 def operands_of(item: Item) -> Sequence[Tensor | None]:
-    """Return the nodes of an item, each followed by its operands; nothing if it has nothing to compute."""
+    """Return the nodes of an item, each followed by its operands; nothing for views and empty results."""
     if isinstance(item, Group):
         return [t for node in item.nodes for t in (node, *node.src)]
     return () if item.op in NO_OPS or item.is_empty else (item, *item.src)

@@ -8,8 +8,8 @@
     @RULES.rule("norm")
     def norm(group: Group, target: Target) -> list[Launch]: ...
 
-The first rule whose conditions hold is taken. Conditions build nothing: what a device promises (`declines`)
-and how it lowers (`find`) are read from one list, so that they cannot disagree.
+The first rule whose conditions hold is used. `declines` (for `supports_op`) and `find` (for lowering) read
+the same list, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Condition = Callable[[Any], "str | None"]
 """Returns why a rule declines a node or group; `None` if it does not."""
 
 TargetCondition = Callable[[Any, Any], "str | None"]
-"""As `Condition`, of an item and what the backend lowers for."""
+"""As `Condition`, of an item and the target that the backend lowers for."""
 
 
 class LoweringRule(NamedTuple):
-    """A lowering function, and when it may be used."""
+    """A lowering function and the conditions of its use."""
 
     lower: Any
     conditions: tuple[Condition, ...]
     on: TargetCondition | None
 
     def declines(self, item: Item, target: Any) -> str | None:
-        """Return why it does not lower an item, or `None` if it does."""
+        """Return why the rule does not apply to an item, or `None` if it does."""
         for condition in self.conditions:
             why = condition(item)
             if why is not None:
@@ -51,13 +51,12 @@ class LoweringRule(NamedTuple):
 
 
 class Rules(Generic[Lower]):
-    """The rules of a backend.
+    """Table of a backend's lowering rules: an ordered list for each op and fusion pattern.
 
     Args:
         always: A condition of all ops' rules.
-        base: Rules that come after these: of portable kernels, say. A group of which these compute a node
-            is left to these alone: a kernel that is better for one node is worth more than a portable one
-            for all.
+        base: Fallback rules, as those of portable kernels. They get no group that contains a node of these
+            rules: a better kernel for one node is faster than a portable one for the group.
     """
 
     def __init__(self, always: Condition | None = None, base: Rules[Lower] | None = None) -> None:
@@ -68,12 +67,12 @@ class Rules(Generic[Lower]):
     def rule(
         self, keys: Op | Name | Iterable[Op | Name], *conditions: Condition, on: TargetCondition | None = None
     ) -> Callable[[Lower], Lower]:
-        """Register the decorated function to lower ops, or the groups of a pattern, after earlier ones.
+        """Decorator that appends a lowering rule to the lists of ops or fusion patterns.
 
         Args:
             keys: The ops, or patterns.
-            conditions: When it may be used.
-            on: A further condition, of the item and the target.
+            conditions: Conditions on the node or group.
+            on: Condition on the node or group and the target.
         """
 
         def register(lower: Lower) -> Lower:
@@ -85,9 +84,9 @@ class Rules(Generic[Lower]):
         return register
 
     def find(self, item: Item, target: Any = None) -> Lower | None:
-        """Return the first function whose conditions an item meets, if any; of a group, no node is declined.
+        """Return the function of the first rule that applies to an item, or `None`.
 
-        That is checked once for each kind, by `to_lower`.
+        Does not check that each node of a group could be lowered; `to_lower` does, once for each kind.
         """
         own = self._own(item, target)
         if own is not None or self._base is None:
@@ -99,17 +98,18 @@ class Rules(Generic[Lower]):
         return self._base.find(item, target)
 
     def to_lower(self, item: Item, target: Any = None) -> Lower:
-        """Return the function that lowers an item that is not declined.
+        """Return the function that lowers an item.
 
         Raises:
-            UnsupportedOpError: There is none.
+            UnsupportedOpError: No rule applies to it, or to a node of the group.
         """
         found = self.find(item, target)
         nodes = item.nodes if isinstance(item, Group) else (item,)
         if found is None or any([len(nodes) > 1 and self.declines(node, target) for node in nodes]):
             why = [self.declines(node, target) for node in nodes]
-            told = " with ".join([node.describe() for node in nodes])
-            raise UnsupportedOpError(f"cannot lower {told}: {next(filter(None, why), 'no kernel for all')}")
+            named = " with ".join([node.describe() for node in nodes])
+            reason = next(filter(None, why), "no kernel computes these nodes together")
+            raise UnsupportedOpError(f"cannot compute {named}: {reason}")
         return found
 
     def _own(self, item: Item, target: Any) -> Lower | None:
@@ -123,7 +123,7 @@ class Rules(Generic[Lower]):
 
         Args:
             node: The node.
-            target: What it is to be lowered for; without one, a rule's `on` is not asked.
+            target: The target of the lowering; without one, `on` conditions are skipped.
         """
         if node.op in NO_OPS:
             return None
@@ -174,7 +174,7 @@ _FEW = 4
 
 
 def operands(*src: Types, out: Types = FLOATS) -> Condition:
-    """Condition on the types of the sources, in order (absent ones pass), and of the result.
+    """Condition on the types of the sources, in order (absent ones are accepted), and of the result.
 
     Quantised operands must have contiguous rows.
     """
@@ -199,7 +199,7 @@ def all_operands(types: Types) -> Condition:
 
 
 def in_rows(*which: int) -> Condition:
-    """Condition that rows are contiguous, in these sources (if present) or the result."""
+    """Condition that the rows of the given sources are contiguous, if present; `RESULT` is the result."""
 
     def check(node: Tensor) -> str | None:
         for i in which:
@@ -212,17 +212,17 @@ def in_rows(*which: int) -> Condition:
 
 
 def has_elements(node: Tensor) -> str | None:
-    """Condition that src0 has elements, if the result has some that depend on them."""
+    """Condition that src0 is not empty, unless the result is."""
     if node.sources[0].is_empty and not node.is_empty:
         return "src0 has no elements"
     return None
 
 
 def converts(can: Callable[[DType, DType], bool]) -> Condition:
-    """Require that elements of src0 can become those of the result; those of blocks, along contiguous rows.
+    """Condition that src0's type converts to the result's; rows are contiguous if one is quantised.
 
     Args:
-        can: Whether elements of one type can become those of another.
+        can: `can(src, dst)`: whether there is a conversion between two types.
     """
     rows = in_rows(0, RESULT)
 
@@ -236,7 +236,7 @@ def converts(can: Callable[[DType, DType], bool]) -> Condition:
 
 
 def same_shape_of_blocks(node: Tensor) -> str | None:
-    """Require that src0 and the result have one shape, if one of them consists of blocks."""
+    """Condition that src0 and the result have equal shapes, if one of them is quantised."""
     a = node.operand(0)
     if a.ne != node.ne and (a.dtype.is_quantized or node.dtype.is_quantized):
         return "a copy between shapes of quantised tensors"
@@ -244,7 +244,7 @@ def same_shape_of_blocks(node: Tensor) -> str | None:
 
 
 def in_window(node: Tensor) -> str | None:
-    """Require that the window of an ACC or SET, as its params are now, lies on elements."""
+    """Condition that the view that ACC or SET writes (`nb1`, `nb2`, `nb3`, `offset`) is within the result."""
     p = node.params
     return window_fault(node, node.operand(1), p["nb1"], p["nb2"], p["nb3"], p["offset"])
 

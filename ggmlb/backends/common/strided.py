@@ -1,4 +1,4 @@
-"""Strided memory: windows on tensors, and the merging of dimensions that operands step through alike."""
+"""Strided memory: kernel arguments as views, and merging of contiguous dimensions."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Mem:
         return self.window(ne, nb)  # type: ignore[arg-type]
 
     def steps(self) -> list[int]:
-        """Return the offset, and the strides of outer dimensions with several elements [bytes]."""
+        """Return the numbers that determine the alignment of rows: offset and outer strides [bytes]."""
         return [self.offset, *(b for n, b in zip(self.ne[1:], self.nb[1:], strict=True) if n > 1)]
 
 
 def merged(
     extents: Sequence[int], strides: Sequence[Sequence[int]], *, keep_first: bool = False
 ) -> tuple[list[int], list[list[int]]]:
-    """Merge neighbouring dimensions as far as all operands' strides allow; extents of 1 are dropped.
+    """Merge neighbouring dimensions that are contiguous in all operands; drop dimensions of extent 1.
 
     Args:
         extents: Extents, innermost first.

@@ -1,4 +1,4 @@
-"""Memory for weights only, which stores them in another order or type: checks of nodes, and transfers."""
+"""Buffer types that repack weights at upload, as ggml's extra buffer types: checks of nodes, transfers."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ PRODUCTS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID, Op.OUT_PROD})
 
 
 def weight_in(buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS) -> Tensor | None:
-    """Return a node's first operand if it is a weight in such memory that the node may read; else `None`."""
+    """Return `src0` if it is in a buffer of type `buft` and the op is one of `readers`; else `None`."""
     weight = node.src[0] if node.op in readers else None
-    return weight if _lies_in(buft, weight) else None
+    return weight if _is_in(buft, weight) else None
 
 
 def misplaced(
     buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS, who: str = "products"
 ) -> str | None:
-    """Return why a node cannot use operands in such memory; `who` names the readers of `src0` in messages."""
+    """Return why a node must not read operands in buffers of type `buft`, or `None`.
+
+    Only ops of `readers` may, as `src0`; `who` names them in the message.
+    """
     if node.op in NO_OPS:
         return None
     for i, src in enumerate(node.src):
-        if _lies_in(buft, src) and (i or node.op not in readers):
-            return f"src{i} lies in {buft.name} memory, which only {who} read"
+        if _is_in(buft, src) and (i or node.op not in readers):
+            return f"src{i} is in {buft.name} memory, which only {who} read"
     return None
 
 
-def _lies_in(buft: BufferType, tensor: Tensor | None) -> bool:
-    """Whether a tensor lies in such memory; a view lies where its source does, placed or not."""
+def _is_in(buft: BufferType, tensor: Tensor | None) -> bool:
+    """Whether a tensor, or the source of a view, is in a buffer of type `buft`."""
     buffer = None if tensor is None else (tensor.view_src or tensor).buffer
     return buffer is not None and buffer.buft is buft
 
 
 class PackedBuffer(Buffer):
-    """Mixin, before the class that moves bytes, that converts weights in transfers.
+    """Mixin for buffers that repack weights in `set_tensor` and `get_tensor`.
 
-    Only bytes within a group change places; a transfer that ends inside a group reads the rest of it first.
+    Bytes change places only within a group, so that a partial write reads and repacks whole groups.
     """
 
     @abstractmethod
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Size of a group of a packed weight [bytes]; the weight begins with a group."""
+        """Size of the unit in which a weight is repacked [bytes]."""
 
     @abstractmethod
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:

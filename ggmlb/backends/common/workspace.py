@@ -47,11 +47,11 @@ class Workspace:
         return memory[start : start + n].view(dtype).reshape(shape)
 
     def reserve(self, n: int) -> tuple[Array, int]:
-        """Return memory, and the offset in it of `n` undefined bytes that are valid until `restart`."""
+        """Reserve `n` undefined bytes until `restart`; return the memory, and their offset in it."""
         if self._used + n > self._memory.size:
             try:
                 self._memory = self._allocate(max(n, 2 * self._memory.size, _LEAST))
-            except MemoryError:  # there may be room for what is needed now
+            except MemoryError:  # the reserve for later nodes is optional
                 self._memory = self._allocate(n)
             self._used = 0
         start = self._used
