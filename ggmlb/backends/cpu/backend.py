@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CpuBackend(Backend):
-    """Computes plans of NumPy calls.
+    """The CPU's stream: computes graphs by NumPy calls, on several threads.
 
     Args:
         device: The CPU.
@@ -38,7 +38,7 @@ class CpuBackend(Backend):
 
     @property
     def n_threads(self) -> int:
-        """Threads that it uses."""
+        """Number of threads, the caller's included."""
         return self._threads.n
 
     def set_n_threads(self, n: int) -> None:
@@ -66,7 +66,7 @@ class CpuBackend(Backend):
             return cast("CpuPlan", plan).run()
 
     def _start_timing(self) -> bool:
-        return True  # its plans do it
+        return True  # CpuPlan.run records the times
 
     def _free(self) -> None:
         self._threads.free()

@@ -25,7 +25,7 @@ def _libraries() -> list[Any]:
     try:
         found = threadpoolctl.ThreadpoolController().lib_controllers
     except OSError as error:
-        raise BackendError(f"CPU: the libraries of this process cannot be listed: {error}") from error
+        raise BackendError(f"CPU: finding NumPy's BLAS, to limit its threads, failed: {error}") from error
     return [library for library in found if library.user_api == "blas"]
 
 

@@ -29,7 +29,7 @@ class CpuDevice(Device):
     """The processor that Python runs on.
 
     Attributes:
-        kinds: The calls that its streams have lowered, by kind of node.
+        kinds: Cache of lowered nodes, shared by its streams.
     """
 
     name = "CPU"
@@ -46,12 +46,12 @@ class CpuDevice(Device):
 
     @property
     def description(self) -> str:
-        """The processor's model, as the system tells it."""
+        """The processor's model name as reported by the operating system."""
         return self._description
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Available and total memory of the machine [bytes]; zeros where the system does not tell."""
+        """Available and total memory of the machine [bytes]; 0 if unknown."""
         return _memory()
 
     @property
@@ -63,12 +63,12 @@ class CpuDevice(Device):
         """Open a stream.
 
         Args:
-            params: `n_threads`: as many as the process may use by default.
+            params: `n_threads`: number of threads; by default one per CPU that the process may use.
 
         Raises:
             ArgumentError: An unknown parameter, or less than one thread.
         """
-        from ggmlb.backends.cpu.backend import CpuBackend  # other devices want the memory alone
+        from ggmlb.backends.cpu.backend import CpuBackend  # other devices use only its memory
 
         n_threads = self.check_params(params, "n_threads").get("n_threads")
         backend = CpuBackend(self, n_cpus())
@@ -89,13 +89,13 @@ class CpuDevice(Device):
         return HostBuffer(self._mapped_buffer_type, host_bytes(array, "buffer_from_host_ptr"))
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
-        """Use the memory of a NumPy array, strided or not."""
+        """Wrap a NumPy array, strided or not, as a buffer without a copy."""
         if not isinstance(array, np.ndarray) or array.dtype.hasobject:
             return None
         return HostBuffer(self._buffer_type, spanned(array)), 0
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the node cannot be computed, from the table used for lowering."""
+        """Return why the node cannot be computed, or `None` if it can."""
         why = self._rules.declines(op)
         if why is None and self._float_buffer_type.is_used:
             return self._float_buffer_type.declines(op)
@@ -158,8 +158,8 @@ def _features(reg: BackendReg) -> list[tuple[str, str]]:
     ]
 
 
-def _told(file: str) -> list[str]:
-    """Return the lines of a file of Linux; none where there is no such file, or no file can be opened."""
+def _lines_of(file: str) -> list[str]:
+    """Return the lines of a file of Linux; none if it cannot be read."""
     try:
         return Path(file).read_text(errors="replace").splitlines()
     except OSError:
@@ -167,14 +167,14 @@ def _told(file: str) -> list[str]:
 
 
 def _description() -> str:
-    for line in _told("/proc/cpuinfo"):
+    for line in _lines_of("/proc/cpuinfo"):
         if line.startswith(("model name", "Model")):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "CPU"
 
 
 def _memory() -> tuple[int, int]:
-    lines = _told("/proc/meminfo")
+    lines = _lines_of("/proc/meminfo")
     if lines:
         kib = {k: int(v.split()[0]) for k, _, v in (line.partition(":") for line in lines)}
         return kib.get("MemAvailable", 0) * 1024, kib.get("MemTotal", 0) * 1024

@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice
 
 CHUNK: Final = 1 << 20
-"""Values that are converted at a time."""
+"""Values converted at a time."""
 
 
 class FloatBufferType(BufferType):
-    """Host memory that stores weights of products as float32; other tensors lie in it as they are."""
+    """Host memory that stores weights of matrix products as float32, other tensors unchanged."""
 
     def __init__(self, device: CpuDevice) -> None:
         super().__init__(device, "CPU_F32", ALIGNMENT)
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether products read such a weight: floats of up to 32 bits, and quantised types."""
+        """Whether a tensor is stored as float32: f32, f16, bf16 and quantised types are."""
         return tensor.dtype.is_quantized or tensor.dtype in FLOATS
 
     def is_readable(self, tensor: Tensor) -> bool:
-        """Whether the bytes follow from the values: not those of quantised types."""
+        """Whether `get_tensor` can return the bytes that were written: not for quantised types."""
         return not tensor.dtype.is_quantized
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Return four bytes per element of a weight."""
+        """Return the size of a tensor as it is stored [bytes]: four per element of a weight."""
         return tensor.n_elements * 4 if self.suits(tensor) else tensor.nbytes
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
@@ -55,14 +55,14 @@ class FloatBufferType(BufferType):
         return DType.F32, (4 * m, 4, 4 * k * m, 4 * k * m * n2)
 
     def packing(self, tensor: Tensor) -> str:
-        """`_f32` for weights."""
+        """Suffix of the type's name: `_f32` for weights, none for other tensors."""
         return "_f32" if self.suits(tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
+        """Return why a node cannot read operands in this memory, or `None`; only products can, as src0."""
         weight = weight_in(self, node)
         if weight is not None and weight.view_src is not None and not same_layout(weight, weight.view_src):
-            return f"src0 is a view of a weight in {self.name} memory: give the product the weight itself"
+            return f"src0 is a view of a weight in {self.name} memory: pass the whole weight to the product"
         return misplaced(self, node)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
@@ -70,17 +70,17 @@ class FloatBufferType(BufferType):
 
 
 class FloatBuffer(PackedBuffer, HostBuffer):
-    """Weights as float32 in host memory, converted by whole rows."""
+    """A buffer of weights stored as float32, converted row by row in transfers."""
 
     def _init_tensor(self, tensor: Tensor) -> None:
         if self.packing(tensor) and (not tensor.is_contiguous() or tensor.view_offs):
             raise ShapeError(
                 f"{tensor.describe()}: {self.name} memory holds whole contiguous weights only, "
-                "no windows on them"
+                "no views of them"
             )
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Size of a row [bytes]."""
+        """Size of a row of the weight in its own type [bytes]."""
         return tensor.dtype.row_size(tensor.ne[0])
 
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
@@ -102,7 +102,7 @@ class FloatBuffer(PackedBuffer, HostBuffer):
     def _columns(
         self, tensor: Tensor, data: Bytes, offset: int
     ) -> Iterator[tuple[Bytes, npt.NDArray[np.float32]]]:
-        """Yield rows of bytes, from `offset` in a weight on, some at a time, and where their values lie."""
+        """Yield chunks of rows in the weight's type, from `offset` on, each with the memory of its values."""
         k, m = tensor.ne[:2]
         rows = data.reshape(-1, self.group_nbytes(tensor))
         matrices = self._base[tensor.offset :][: tensor.n_elements * 4].view(np.float32).reshape(-1, k, m)

@@ -27,9 +27,9 @@ _REBIAS = np.float32(2.0**112)
 
 
 def loader(dtype: DType) -> Cast | None:
-    """Return a function that fills float32 `dst` from `src`; of blocks, `src` is rows of bytes.
+    """Return the conversion `cast(dst, src)` from a type to float32; quantised `src` is rows of bytes.
 
-    `None` for float32 itself: the memory is used as it lies.
+    `None` for float32 itself, which needs none.
     """
     if dtype is DType.F32:
         return None
@@ -41,9 +41,9 @@ def loader(dtype: DType) -> Cast | None:
 
 
 def storer(dtype: DType) -> Cast | None:
-    """Return a function that fills `dst` from float32 `src`; of blocks, `dst` is rows of bytes.
+    """Return the conversion `cast(dst, src)` from float32 to a type; quantised `dst` is rows of bytes.
 
-    `None` for float32 itself.
+    `None` for float32 itself, which needs none.
     """
     if dtype is DType.F32:
         return None
@@ -103,15 +103,15 @@ def _quantize(dst: Array, src: Array, dtype: DType) -> None:
 
 
 def row_sum(x: Array) -> Array:
-    """The sums along the last axis, which stays, with extent 1.
+    """Sums along the last axis, with `keepdims`.
 
-    As products with ones, by BLAS: half the time of a reduction where rows are short.
+    As products with ones by BLAS: half the time of `numpy.sum` where rows are short.
     """
     return row_dot(x, _ones(x.shape[-1]))
 
 
 def row_dot(x: Array, y: Array) -> Array:
-    """The sums of `x y` along the last axis, which stays; by BLAS, in one pass."""
+    """Dot products along the last axis, with `keepdims`; by BLAS."""
     return np.vecdot(x, y)[..., np.newaxis]
 
 
@@ -126,11 +126,14 @@ def _ones(n: int) -> Array:
 def check_index(index: Array, n: int) -> None:
     """Raise BackendError for a row number that is not in `range(n)`."""
     if index.size and not (index.min() >= 0 and index.max() < n):
-        raise BackendError(f"row numbers from {index.min()} to {index.max()} for a tensor of {n} rows")
+        raise BackendError(
+            f"row numbers from {index.min()} to {index.max()} for a tensor of {n} rows; "
+            f"indices must be from 0 to {n - 1}"
+        )
 
 
 def take(y: Array, x: Array, index: Array, axis: int) -> None:
-    """`y[.., i, ..] = x[.., index[i], ..]` along one axis, by an index that is known to fit."""
+    """`y[.., i, ..] = x[.., index[i], ..]` along one axis, for indices checked before."""
     np.take(x, index, axis=axis, out=y, mode="clip")  # without a temporary
 
 

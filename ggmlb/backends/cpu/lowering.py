@@ -1,12 +1,13 @@
 """Lowering of one kind of node: a rule views operands, takes scratch, and emits calls on these views.
 
 A view names its memory by number, so that the calls serve all nodes of a kind (`common.kinds`); a plan binds
-them to the memory of each (`CpuPlan`). So functions that a rule emits get views as arguments, and hold none.
+them to the memory of each (`CpuPlan`). So functions that a rule emits get arrays as arguments, and must not
+capture views.
 
 A kernel that is emitted as `tiled` runs over tiles of its operands, with conversions at the tiles' edges.
 Consecutive kernels that can be tiled alike are grouped: all of them run over the first tile, then over
 the second, so that intermediate results stay in cache and threads need no synchronization in between.
-Grouping depends on addresses, and is left to the plan.
+Grouping depends on addresses, so the plan does it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Step: TypeAlias = PlacedCall | list[list[PlacedCall]]
 """A call, or lists of calls that may run at the same time."""
 
 Kernel = Callable[..., Any]
-"""`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32, `y` perhaps the memory of an `x`."""
+"""`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32; `y` may alias an `x`."""
 
 Scratch = Callable[[tuple[int, ...]], View]
 """Takes scratch of a shape."""
@@ -48,7 +49,7 @@ Range = tuple[int, int]
 """First address, and end address."""
 
 PLAIN: Final = ANY - BLOCKS
-"""Types of which each element can be moved by itself."""
+"""Types that are not quantised."""
 
 STORED: Final = frozenset(filter(dtypes.can_quantize, ANY))
 """Types that are written: all but the blocks that need an importance matrix."""
@@ -57,10 +58,10 @@ VALUES: Final = FLOATS | BLOCKS
 """Types of weights: floats and blocks."""
 
 CALLBACKS: Final = frozenset({Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM})
-"""Ops that are lowered each time, because nothing kept may refer to the user's function and its data."""
+"""Ops that are not cached: the cache must not keep the user's function and its data alive."""
 
 MAX_CONSTANTS: Final = 1 << 20
-"""Size of constant arrays beyond which a node's calls are not kept [bytes]."""
+"""Largest size of constant arrays of a node whose calls are cached [bytes]."""
 
 LEAST_ITEMS = 1 << 14
 """Items per tile below which a kernel is not worth cutting."""
@@ -70,12 +71,12 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoweredCalls:
-    """The calls of a kind of node.
+    """The lowered calls of a kind of node, before memory is bound.
 
     Attributes:
         steps: What to run in order; kernels that may be in a group of tiles are stages.
         scratch: Sizes of the pieces of scratch [bytes]; their memory is numbered from `len(node.src) + 1` on.
-        is_kept: Whether they may be kept.
+        is_kept: Whether they may be cached.
     """
 
     steps: list[Step | TileStage]
@@ -96,7 +97,7 @@ def lower(node: Tensor, n_threads: int) -> LoweredCalls:
 
 
 def steps_of(lists: Sequence[list[Call]]) -> list[Step]:
-    """Return the steps of lists of calls, one list for each worker."""
+    """Turn each worker's list of calls into steps: a sequence for one worker, else one parallel step."""
     placed = [[_placed(*call) for call in calls] for calls in lists]
     return [*placed[0]] if len(placed) == 1 else [placed]
 
@@ -106,7 +107,7 @@ def _placed(fn: Callable[..., Any], args: tuple[Any, ...]) -> PlacedCall:
 
 
 class NodeLowering:
-    """What a rule sees: views of the operands of a node, and scratch; collects the calls.
+    """Context of a lowering rule: gives views of operands and scratch, and collects the emitted calls.
 
     Args:
         node: The node; its memory is number 0, its operands' are numbers from 1 on.
@@ -114,7 +115,7 @@ class NodeLowering:
 
     Attributes:
         tile: Items of the largest operand per tile, so that a tile and its scratch stay in the L2 cache.
-        weight_tile: Values of a weight, or of keys and values, that are held as float32 at a time.
+        weight_tile: Values of a weight, or of keys and values, converted to float32 at a time.
         parallel_work: Additions below which waking a thread does not pay: about 0.1 ms.
         parallel_call: Additions of a call over all threads, below which threading does not pay.
         steps, scratch_nbytes: As in `LoweredCalls`.
@@ -158,15 +159,15 @@ class NodeLowering:
         return View.packed(array.reshape(-1).view(np.uint8), array.shape, array.dtype)
 
     def f32(self, x: View) -> View:
-        """Return the values as float32: the memory itself, or scratch that a step fills."""
+        """Return `x` if it is float32; else emit its conversion into scratch, and return that."""
         return x if x.type is DType.F32 else self._copied(x)
 
     def packed_f32(self, x: View) -> View:
-        """Return the values as packed float32: the memory itself, or scratch that a step fills."""
+        """As `f32`, with a contiguous result."""
         return x if x.type is DType.F32 and x.is_packed() else self._copied(x)
 
     def blas_f32(self, x: View) -> View:
-        """Return float32 matrices that BLAS takes: the memory itself, or scratch that a step fills."""
+        """As `f32`, with matrices in a layout that BLAS accepts."""
         return x if x.is_blas_matrix() else self._copied(x)
 
     def _copied(self, x: View) -> View:
@@ -175,7 +176,7 @@ class NodeLowering:
         return y
 
     def out_f32(self, t: Tensor) -> View:
-        """Return float32 memory for the result: its own, or scratch; see `store`."""
+        """Return float32 memory for the result `t`: its own, or scratch that `store` converts."""
         return self.view(t) if t.dtype is DType.F32 else self.scratch(t.ne[::-1])
 
     def store(self, t: Tensor, y: View) -> None:
@@ -230,7 +231,7 @@ class NodeLowering:
         one_call: bool = False,
         convert: bool = True,
     ) -> None:
-        """Cut views into tiles and emit, for each, its loads, the kernel and its store.
+        """Emit a kernel tile by tile, with conversions of operands to float32 and of the result from it.
 
         Args:
             kernel: Called as `kernel(y, *x, *whole, *scratch)`.
@@ -241,9 +242,8 @@ class NodeLowering:
             scratch: Number of scratch arrays of the kernel, of the first source's shape.
             work: As for `elementwise`.
             least: The least extent of a tile in the first dimension.
-            one_call: Whether the kernel is one call of NumPy, however long.
-            convert: Whether the kernel sees float32, with loads and a store where needed; else it sees the
-                memory as it is.
+            one_call: Whether the kernel is a single call of NumPy.
+            convert: Whether to convert operands and result from and to float32 around the kernel.
         """
         if 0 in out.shape:
             return
@@ -283,9 +283,10 @@ class NodeLowering:
             self.tiled(kernels.copy, dst, src, inner=inner, work=kernels.CAST)
 
     def workers(self, work: int, call: int | None = None) -> int:
-        """Return the number of threads for so many additions, of which one call does `call` (default all).
+        """Return the number of threads for a cost in additions: all threads, or 1.
 
-        All threads only if calls are long, because a thread waits for the GIL after each call.
+        `call` is the cost of one NumPy call (default `work`); it must be long enough, because a thread waits
+        for the GIL after each.
         """
         is_long = call is None or call >= self.parallel_call
         return self._n_threads if is_long and work >= self.parallel_work else 1
@@ -297,19 +298,19 @@ RULES: Final[Rules[Callable[[NodeLowering, Tensor], Any]]] = Rules()
 
 @dataclass(slots=True, eq=False)
 class TileStage:
-    """An uncut kernel with its operands, the result first.
+    """A kernel that runs tile by tile, with its uncut operands.
 
     Attributes:
-        kernel: What to run on each tile.
+        kernel: The kernel.
         views: Result and sources, equal in all extents but those of the last dimensions.
         whole: Operands that every tile reads whole.
-        casts: Conversions of `views`, or `None`: from the result, to the sources.
-        n_scratch: How many scratch arrays the kernel wants; they are like the first source.
+        casts: For each view, the conversion of the result from float32 or of a source to it; `None`: none.
+        n_scratch: Number of scratch arrays of the kernel, of the first source's shape.
         n_items: Items of the largest view.
-        n_tiles: How many tiles, if it is by itself.
-        n_workers: Over how many threads to spread it, if it is by itself.
+        n_tiles: Number of tiles, outside a group.
+        n_workers: Number of threads, outside a group.
         least: The least extent of a tile in the first dimension.
-        alone: The steps if it does not join a group; `None` if it begins one.
+        alone: The steps outside a group; `None` if it begins one.
     """
 
     kernel: Kernel
@@ -325,7 +326,7 @@ class TileStage:
 
     @property
     def n_slots(self) -> int:
-        """How many scratch arrays, those for converted tiles included."""
+        """Number of scratch arrays per worker, those for converted tiles included."""
         return self.n_scratch + len(self.casts) - self.casts.count(None)
 
     @property
@@ -334,16 +335,16 @@ class TileStage:
         return self.views[0].shape[0]
 
     def bound(self, bind: Callable[[View], View]) -> TileStage:
-        """Return the stage with other memory."""
+        """Return a copy whose views are replaced by `bind(view)`."""
         return replace(self, views=[*map(bind, self.views)], whole=[*map(bind, self.whole)])
 
     def cut(self, bounds: Sequence[int]) -> list[list[View]]:
-        """Cut the first dimension at the bounds."""
+        """Return the views of each tile, cut in the first dimension at the bounds."""
         parts = [((a, b - a),) for a, b in itertools.pairwise(bounds)]
         return [[piece(v, part) for v in self.views] for part in parts]
 
     def add_calls(self, calls: list[Call], tile: list[View], slots: Sequence[View]) -> None:
-        """Append the loads, the kernel and the store of a tile."""
+        """Append the calls for a tile: conversions to float32, the kernel, conversion of the result."""
         free = iter(slots)
         args = list(tile)
         for i, cast in enumerate(self.casts):
@@ -362,10 +363,10 @@ class TileStage:
 
 
 class TiledGroup:
-    """Stages that run in order on each tile, with shared scratch.
+    """Stages that all run on one tile before the next tile begins, with shared scratch.
 
-    The first stage decides how all are cut: where its first dimension is. Another can join if its own first
-    dimension can be cut at the same fractions, and if no tile of it touches memory of another tile.
+    All are cut at the fractions of the first dimension at which the first stage is. A stage can join if its
+    first dimension can be cut there, and if no tile of it touches memory of another tile.
     """
 
     def __init__(self, stage: TileStage) -> None:
@@ -375,7 +376,7 @@ class TiledGroup:
         self._ranges: list[list[list[Range]]] | None = None
 
     def accepts(self, stage: TileStage) -> bool:
-        """Add the stage, if it can run on a tile directly after the earlier stages; all are bound."""
+        """Add a stage with bound memory if it can run tile by tile with the others; return whether it can."""
         n_tiles, own = len(self._bounds) - 1, self.stages[0].n
         if not LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * NodeLowering.tile * n_tiles:
             return False
@@ -399,12 +400,12 @@ class TiledGroup:
 
 
 def spread(stages: list[TileStage], cuts: list[list[list[View]]], scratch: Scratch) -> list[list[Call]]:
-    """Return the calls of each worker; tiles go round.
+    """Return each worker's list of calls; tiles are assigned to workers round-robin.
 
     Args:
         stages: Run in order on each tile.
         cuts: The tiles of each stage.
-        scratch: Takes as many arrays for each worker, as large, as any stage wants.
+        scratch: Allocates scratch of a shape; each worker gets as much as the largest stage needs.
     """
     n_tiles = len(cuts[0])
     n = 1 if n_tiles == 1 else min(n_tiles, max([stage.n_workers for stage in stages]))
@@ -433,7 +434,7 @@ def _range(view: View) -> Range:
 def _meet(a: list[Range], b: list[Range]) -> bool:
     """Whether a tile of one operand shares memory with another tile of the other.
 
-    Tiles follow each other in memory, so that neighbours tell for all.
+    Tiles follow each other in memory, so that comparing neighbours is enough.
     """
     if a[-1][1] <= b[0][0] or b[-1][1] <= a[0][0]:
         return False

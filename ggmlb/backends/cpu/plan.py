@@ -38,16 +38,16 @@ BoundStep = Callable[[], Any]
 """A call with everything bound."""
 
 Memory = list[tuple[Array, int]]
-"""Of each number that views name, the memory and where in it the operand begins [bytes]."""
+"""For each number of memory that views refer to: the array, and the operand's offset in it [bytes]."""
 
 
 class CpuLowering:
     """Lowers nodes to steps: each kind by its rule once, each node by binding views to its memory.
 
     Args:
-        kinds: What the device has lowered.
+        kinds: The device's cache of lowered nodes.
         workspace: Scratch memory.
-        threads: Run the tiles of big nodes.
+        threads: Threads for the tiles of big nodes.
     """
 
     def __init__(self, kinds: Kinds[LoweredCalls], workspace: Workspace, threads: Threads) -> None:
@@ -60,7 +60,7 @@ class CpuLowering:
         self._group_node = 0
 
     def lower(self, nodes: Iterable[Tensor]) -> tuple[list[BoundStep], list[int]]:
-        """Return the steps that compute the nodes, and how many of them each node has.
+        """Return the steps that compute the nodes, and the number of steps of each node.
 
         Raises:
             UnsupportedOpError: The rules decline a node.
@@ -160,7 +160,10 @@ def _placed(memory: Memory, view: View) -> View:
 
 
 class CpuPlan(GraphPlan):
-    """Steps, and for each node how many of them it counts: all that end with it."""
+    """The bound steps of a graph, and the number of steps of each node.
+
+    Nodes that run tile by tile together share steps, which count for the last of them.
+    """
 
     def __init__(self, backend: Backend, graph: Graph, lowering: CpuLowering) -> None:
         super().__init__(backend, graph)
@@ -169,7 +172,7 @@ class CpuPlan(GraphPlan):
     def run(self) -> Status:
         """Call the steps in order; before each node, call the backend's abort callback if there is one.
 
-        If the backend is being timed, each node is.
+        If timing is on, the time of each node is recorded.
 
         Raises:
             BackendError: NumPy failed, or a step found bad data; names the node.
@@ -201,7 +204,7 @@ class CpuPlan(GraphPlan):
             raise kind(f"{self.backend.name} failed to compute {failed}: {what}") from error
 
     def _node_of(self, step: int) -> str:
-        """Describe the node of a step: the one that counts it, with those before it that run tile by tile."""
+        """Describe the node of a step, with the nodes that share it."""
         together: list[str] = []
         for node, count in zip(self.nodes, self.counts, strict=True):
             if count:
@@ -211,4 +214,4 @@ class CpuPlan(GraphPlan):
                 together = []
             elif node.op not in NO_OPS and not node.is_empty:
                 together.append(node.describe())
-        raise AssertionError("more steps than the nodes have")
+        raise AssertionError(f"step {step} is beyond the steps of all nodes")

@@ -32,7 +32,7 @@ class Threads:
         self._begin()
 
     def run(self, lists: Sequence[Steps]) -> None:
-        """Call the steps of each list in order, the lists at the same time; raise the first failure.
+        """Run lists of calls in parallel, each list in order; raise the first exception.
 
         Each free thread takes the next list, so that a late thread delays no other.
         """
@@ -48,7 +48,7 @@ class Threads:
                 _run(rest)
             except BaseException as error:
                 failures.append(error)
-                for _ in rest:  # no more is begun, but what others have begun still uses its memory
+                for _ in rest:  # start no more lists, but wait for those that run: they use memory
                     pass
             failures += [self._done.get() for _ in range(n)]
         except BaseException:  # an interrupt: the queues are out of step
@@ -62,7 +62,7 @@ class Threads:
                 del failure, failures  # this frame is in their traceback
 
     def free(self) -> None:
-        """End the threads after their work; they start again if needed."""
+        """Stop the threads when their work is done; a later `run` starts new ones."""
         for _ in range(self._n_started):
             self._work.put(None)
         self._begin()
@@ -82,7 +82,7 @@ class Threads:
         """Start missing threads; return how many of `n` are running."""
         while self._n_started < min(n, self._most):
             if start_thread("ggmlb-cpu", _serve, self._work, self._done, self._stream_lock) is None:
-                self._most = self._n_started  # it is not asked again at each node
+                self._most = self._n_started  # do not try again at each node
             else:
                 self._n_started += 1
         return min(n, self._n_started)

@@ -1,6 +1,6 @@
-"""View: the memory layout of an operand, with broadcasting, merging and cutting.
+"""View: an operand as an array without memory, with broadcasting, merging of dimensions, and cutting.
 
-A view names its memory by number, as rules see it, until a plan binds it. Shapes and strides are in NumPy
+Rules refer to memory by number; a plan replaces the number by an array. Shapes and strides are in NumPy
 order, strides in bytes.
 """
 
@@ -23,18 +23,18 @@ _ITEMS = {d: np.dtype(np.uint16) if d is DType.BF16 else d.numpy for d in DType}
 CONSTANT: Final = -1
 
 Place: TypeAlias = tuple[int, Any, int, tuple[int, ...], tuple[int, ...]]
-"""Of an array its memory, item, offset, shape and strides; of a constant CONSTANT, and it as item."""
+"""Memory number, dtype, offset, shape and strides of an array; for a constant, CONSTANT and the value."""
 
 Index = int | slice | EllipsisType | None
 
 
 @dataclass(slots=True, eq=False)
 class View:
-    """A strided window on memory.
+    """A strided view of memory that may not be bound yet.
 
     Attributes:
         memory: Number of an operand or piece of scratch of a node; a flat array of bytes once it is bound.
-        type: What the items mean. A quantised type is seen as rows of bytes, BF16 as `uint16`.
+        type: The tensor's type. Items of a quantised type are bytes, of BF16 `uint16`.
         item: NumPy dtype of the items.
         offset: Of the first item in the memory [bytes].
         shape: NumPy order.
@@ -50,7 +50,7 @@ class View:
 
     @classmethod
     def lay(cls, memory: Any, dtype: DType, offset: int, ne: Ne, nb: Ne | None = None) -> View:
-        """View memory as a tensor of that type, with extents `ne`, and strides `nb` or none but packed."""
+        """View memory as a tensor with extents `ne` and strides `nb` (default: contiguous)."""
         if nb is None:
             nb = contiguous_nb(dtype, ne)
         shape, strides = ne[::-1], nb[::-1]
@@ -63,17 +63,17 @@ class View:
     def packed(
         cls, memory: Any, shape: tuple[int, ...], item: np.dtype[Any], dtype: DType = DType.F32
     ) -> View:
-        """View memory as items that lie side by side in order, from its beginning on."""
+        """View memory from its beginning as a C-contiguous array."""
         return cls(memory, dtype, item, 0, shape, packed_strides(shape, item.itemsize))
 
     def place(self) -> Place:
-        """Return where its array is; the array itself as a constant if its memory is there."""
+        """Return how a plan makes the array: memory number and layout, or, if memory is bound, the array."""
         if isinstance(self.memory, int):
             return self.memory, self.item, self.offset, self.shape, self.strides
         return CONSTANT, np.ndarray(self.shape, self.item, self.memory, self.offset, self.strides), 0, (), ()
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
-        """Return another window on the same memory, `offset` bytes further on."""
+        """Return a view of the same memory with other shape and strides, `offset` bytes further on."""
         return View(self.memory, self.type, self.item, self.offset + offset, shape, strides)
 
     def first(self, shape: tuple[int, ...]) -> View:
@@ -84,7 +84,7 @@ class View:
         """Return the view in another shape, as `numpy.reshape`, but never a copy.
 
         Raises:
-            ValueError: Its items do not lie so that they can be seen in that shape.
+            ValueError: The strides do not allow that shape.
         """
         if -1 in shape:
             others = -prod(shape)
@@ -99,7 +99,9 @@ class View:
             if left == 1 and n != 1 and runs:
                 left, step = runs.pop()
             if left % n:
-                raise ValueError(f"items {self.shape} with strides {self.strides} cannot be seen as {shape}")
+                raise ValueError(
+                    f"shape {self.shape} with strides {self.strides} cannot become {shape} without a copy"
+                )
             strides.append(step)
             left, step = left // n, step * n
         return self.reshaped(shape, tuple(reversed(strides)))
@@ -115,7 +117,7 @@ class View:
         return self.transposed(*axes)
 
     def cut(self, axis: int, start: int, count: int) -> View:
-        """Return `count` items from `start` on along one axis."""
+        """Return the slice of `count` items from `start` on along one axis."""
         shape = list(self.shape)
         shape[axis] = count
         return self.reshaped(tuple(shape), self.strides, start * self.strides[axis])
@@ -153,32 +155,32 @@ class View:
         )
 
     def extent(self) -> int:
-        """The bytes from the first item to the end of the last."""
+        """Number of bytes from the first item to the end of the last."""
         return self.item.itemsize + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def is_packed(self) -> bool:
-        """Whether the items lie side by side in order."""
+        """Whether the view is C-contiguous."""
         packed = packed_strides(self.shape, self.item.itemsize)
         return all(
             [n == 1 or stride == p for n, stride, p in zip(self.shape, self.strides, packed, strict=True)]
         )
 
     def is_blas_matrix(self) -> bool:
-        """Whether BLAS takes the last two dimensions as they lie: float32, one of them without gaps."""
+        """Whether BLAS can read the last two dimensions in place: float32, one with a stride of 4 bytes."""
         (rows, columns), (row, column) = self.shape[-2:], self.strides[-2:]
         return self.type is DType.F32 and (
             (column == 4 and row >= columns * 4) or (row == 4 and column >= rows * 4)
         )
 
     def value_shape(self) -> tuple[int, ...]:
-        """The shape in elements; a view of blocks counts bytes in its last dimension."""
+        """The shape in elements; differs from `shape`, in bytes, for quantised types."""
         if not self.type.is_quantized:
             return self.shape
         return (*self.shape[:-1], self.shape[-1] // self.type.type_size * self.type.block_size)
 
 
 def packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides of items that lie side by side in order."""
+    """Strides of a C-contiguous array [bytes]."""
     strides = []
     for n in reversed(shape):
         strides.append(itemsize)
@@ -215,7 +217,7 @@ def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
 
 
 def merged(views: Sequence[View], inner: int = 0) -> list[View]:
-    """Merge adjacent dimensions that all views step through alike; the last `inner` stay as they are.
+    """Merge neighbouring dimensions that are contiguous in all views; the last `inner` are not merged.
 
     The views must agree in all extents but those of the last `inner` dimensions. At least one outer
     dimension remains.
@@ -233,7 +235,7 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
 
 
 def grouped(a: View, *others: View) -> list[View]:
-    """Make one matrix of all rows that meet the same weights: dimensions that `a` does not have.
+    """Merge broadcast dimensions into the rows of `others`, so that each matrix of `a` is multiplied once.
 
     `a` is `[n3, n2, m, k]`; it repeats over the others, `[n3 r3, n2 r2, rows, columns]`. It is returned
     as `[n3, n2, 1.., m, k]`, the others as `[n3, n2, .., rows, columns]`.
@@ -257,9 +259,9 @@ Cut = tuple[tuple[int, int], ...]
 
 
 def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
-    """Cut an outer shape, of rows of `row` items, into pieces of at most about `limit` items.
+    """Yield the cuts of an outer shape into tiles of about `limit` items, for rows of `row` items each.
 
-    `None` cuts nothing.
+    Without a limit, the whole shape is one tile.
     """
     whole = tuple((0, n) for n in shape)
     if limit is None or prod(shape) * row <= limit or not shape:
@@ -277,7 +279,7 @@ def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
 
 
 def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[View]]:
-    """Cut views of equal outer extents alike, into pieces of at most about `limit` items of the largest.
+    """Cut views of equal outer extents into tiles of at most about `limit` items of the largest view.
 
     The last `inner` dimensions are never cut.
     """
@@ -289,6 +291,6 @@ def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[Vie
 
 
 def piece(view: View, cut: Cut) -> View:
-    """Return the part of a view that a cut of its first dimensions leaves."""
+    """Return a tile of a view: starts and counts in its first dimensions."""
     offset = sum(start * stride for (start, _), stride in zip(cut, view.strides, strict=False))
     return view.reshaped((*(n for _, n in cut), *view.shape[len(cut) :]), view.strides, offset)

@@ -1,4 +1,4 @@
-"""Fused attention: products, soft_max and products again, some heads and some queries at a time."""
+"""Fused attention (FLASH_ATTN_EXT), in tiles of heads and queries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _same_heads(node: Tensor) -> str | None:
 
 @RULES.rule(Op.FLASH_ATTN_EXT, operands(FLOATS, VALUES, VALUES, FLOATS, F32, out=F32), _same_heads)
 def flash_attn_ext(lw: NodeLowering, t: Tensor) -> None:
-    """`soft_max(q k^T scale + slope mask) v`, with capped logits and sinks; rows all masked give 0.
+    """`soft_max(q k^T scale + slope mask) v`, with capped logits and sinks; fully masked rows give 0.
 
     Query heads share the keys and values of their group. A tile is some key heads, with all their query
     heads and some of the queries, so that logits and float32 copies of keys and values stay small.
@@ -91,14 +91,14 @@ def _repeated(lw: NodeLowering, mask: View, heads: tuple[int, ...]) -> View:
 
 
 def _load(calls: list[Call], values: View, view: View) -> View:
-    """Append the reading of a view into scratch, and return that."""
+    """Append the conversion of a view into scratch, and return that."""
     values = values.first(view.value_shape())
     calls.append((kernels.loader(view.type) or kernels.copy, (values, view)))
     return values
 
 
 def _for_blas(calls: list[Call], values: View, view: View) -> View:
-    """Return the view if BLAS takes its matrices as they lie; else as `_load`."""
+    """Return the view if BLAS can read its matrices in place; else as `_load`."""
     return view if view.is_blas_matrix() else _load(calls, values, view)
 
 

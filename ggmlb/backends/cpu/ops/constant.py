@@ -1,4 +1,4 @@
-"""Tensors that follow from numbers or from a shape."""
+"""Generated tensors: arange, fill, triangular and diagonal matrices, timestep embeddings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fill(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.TRI, operands(FLOATS))
 def tri(lw: NodeLowering, t: Tensor) -> None:
-    """`a` on one side of the diagonal, 0 on the other; the diagonal goes with either."""
+    """The lower or upper triangle of `a`, with or without the diagonal; 0 elsewhere."""
     kind = t.params["type"]
     column, row = np.arange(t.ne[0]), np.arange(t.ne[1])[:, None]
     is_outside = {
@@ -53,7 +53,7 @@ def tri(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.DIAG, operands(FLOATS))
 def diag(lw: NodeLowering, t: Tensor) -> None:
-    """Rows on the diagonals of matrices of zeros."""
+    """Diagonal matrices of the rows of `a`."""
     (a,) = t.sources
     y, x = lw.view(t), lw.view(a)
     lw.emit(np.ndarray.fill, y, 0)

@@ -1,7 +1,7 @@
-"""Convolution and its parts: patches, and the sums that lead back from them.
+"""Convolutions, im2col, col2im, and their gradients.
 
 Views are `[N, C, spatial dimensions..]` in NumPy order, with one `Axis` for each spatial dimension. A place
-is where the kernel may lie, a tap is one of its elements.
+is a position of the kernel on the data, a tap an element of the kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Axis(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Elements of the data with the padding that the kernel touches."""
+        """Extent of the padded data."""
         reach = (self.places - 1) * self.stride + (self.taps - 1) * self.dilation + 1
         return max(reach, self.padding + self.n)
 
@@ -51,7 +51,7 @@ class Axis(NamedTuple):
 def axes_of(
     params: Mapping[str, int], data: Sequence[int], kernel: Sequence[int], places: Sequence[int]
 ) -> list[Axis]:
-    """The axes that the params `s0, p0, d0, s1, ..` describe; extents are given in ne order."""
+    """Return the axes for strides, paddings and dilations `s0, p0, d0, s1, ..`; extents in ne order."""
     axes = [
         Axis(n, k, m, params[f"s{i}"], params[f"p{i}"], params[f"d{i}"])
         for i, (n, k, m) in enumerate(zip(data, kernel, places, strict=True))
@@ -60,7 +60,7 @@ def axes_of(
 
 
 def padded(lw: NodeLowering, x: View, axes: Sequence[Axis], fill: float = 0.0) -> View:
-    """Return the padded data as float32: the memory itself, or scratch filled by steps."""
+    """Return `x` as float32 with padding; emits a copy into scratch unless `x` already is that."""
     shape = (*x.shape[:2], *(a.width for a in axes))
     if shape == x.shape:
         return lw.f32(x)
@@ -73,7 +73,7 @@ def padded(lw: NodeLowering, x: View, axes: Sequence[Axis], fill: float = 0.0) -
 
 
 def memory_order(x: View) -> list[int]:
-    """The dimensions as they lie in memory, the outermost first."""
+    """The dimensions by stride, the largest first."""
     return sorted(range(len(x.shape)), key=lambda d: -x.strides[d])
 
 
@@ -85,7 +85,7 @@ def unpadded(x: View, axes: Sequence[Axis]) -> View:
 
 
 def windows(x: View, axes: Sequence[Axis]) -> View:
-    """View padded data as `[N, C, places.., taps..]`: the window under each place of the kernel."""
+    """View padded data as `[N, C, places.., taps..]`: the window of each position of the kernel."""
     steps = list(zip(axes, x.strides[2:], strict=True))
     return x.reshaped(
         (*x.shape[:2], *(a.places for a in axes), *(a.taps for a in axes)),
@@ -94,7 +94,7 @@ def windows(x: View, axes: Sequence[Axis]) -> View:
 
 
 def each_tap(*patches: View) -> Iterator[tuple[View, ...]]:
-    """For each tap, its part of views of equal shape `[N, C, places.., taps..]`: `[N, C, places..]`."""
+    """Iterate over the taps of views `[N, C, places.., taps..]`; yields one `[N, C, places..]` per view."""
     shape = patches[0].shape
     n = 2 + (len(shape) - 2) // 2
     for tap in product(*map(range, shape[n:])):
@@ -105,9 +105,9 @@ def each_tap(*patches: View) -> Iterator[tuple[View, ...]]:
 
 
 def fold(lw: NodeLowering, y: View, patches: View, axes: Sequence[Axis]) -> None:
-    """Emit the sum, for each element of the data `y`, of the elements of `patches` that met it.
+    """Emit the sum of overlapping patches into the data `y`: the gradient of `windows`.
 
-    It turns `windows` round. The patches are float32, `[N, C, places.., taps..]`.
+    The patches are float32, `[N, C, places.., taps..]`.
     """
     shape = (*y.shape[:2], *(a.width for a in axes))
     whole = y if shape == y.shape and y.type == DType.F32 else lw.scratch(shape)
@@ -119,7 +119,7 @@ def fold(lw: NodeLowering, y: View, patches: View, axes: Sequence[Axis]) -> None
 
 
 def unfolded(rows: View, axes: Sequence[Axis]) -> View:
-    """See rows of `[C, taps..]`, one per place, as `[N, C, places.., taps..]`."""
+    """View im2col's rows, `[C taps..]` for each place, as `[N, C, places.., taps..]`."""
     rank = len(axes)
     for i in range(rank):
         rows = rows.split(rank + 1 + i, prod(a.taps for a in axes[i:]))
@@ -142,7 +142,7 @@ def sum_of_products(y: Array, *operands: Array) -> None:
 
 
 N_PATCH_ITEMS = 1 << 20
-"""Items of patches that are held at a time."""
+"""Items of patches in scratch at a time."""
 
 
 @RULES.rule(Op.CONV_2D, operands(FLOATS, FLOATS))
@@ -217,7 +217,7 @@ def conv_2d_dw(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.CONV_TRANSPOSE_1D, operands(FLOATS, FLOATS, out=F32))
 def conv_transpose_1d(lw: NodeLowering, t: Tensor) -> None:
-    """`y[o, i] = sum a[c, o, tap] b[c, place]` over all that have `i = place s + tap`."""
+    """`y[o, i] = sum a[c, o, tap] b[c, place]` over all `c, place, tap` with `i = place s + tap`."""
     y, kernel, data = (without_first(lw.view(x)) for x in (t, *t.sources))
     _spread(lw, y, data, kernel, [t.params["s0"]])
 
@@ -271,7 +271,7 @@ def im2col(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.IM2COL_BACK, operands(F32, ANY, out=F32))
 def im2col_back(lw: NodeLowering, t: Tensor) -> None:
-    """The sum of the patches' elements that were copied from each element of the data."""
+    """For each element of the data, the sum of its copies in the patches: the gradient of `im2col`."""
     patches, kernel = t.sources
     axes = _axes(t, t, kernel, patches)
     fold(lw, _batch(t, lw.view(t)), unfolded(_batch(t, lw.view(patches)), axes), axes)
@@ -289,7 +289,7 @@ def im2col_3d(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.COL2IM_1D, operands(FLOATS))
 def col2im_1d(lw: NodeLowering, t: Tensor) -> None:
-    """`y[c, i] = sum a[place, (c, tap)]` over all that have `i = place s + tap - p`."""
+    """`y[c, i] = sum a[place, (c, tap)]` over all `place, tap` with `i = place s + tap - p`."""
     (a,) = t.sources
     axis = Axis(t.ne[0], a.ne[0] // t.params["oc"], a.ne[1], t.params["s0"], t.params["p0"])
     patches = unfolded(lw.f32(without_first(lw.view(a))), [axis])

@@ -189,7 +189,7 @@ def _is_known(node: Tensor) -> str | None:
 
 @RULES.rule((Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS), operands(FLOATS), _is_known)
 def unary(lw: NodeLowering, t: Tensor) -> None:
-    """The function that the op, or its parameter `op`, names; its other parameters by name."""
+    """The element-wise function of the op, or of a UNARY node's parameter `op`."""
     function, scratch, work = FUNCTIONS[t.params.get("op", t.op)]
     params = dict(t.params)
     params.pop("op", None)
@@ -321,7 +321,7 @@ def glu(lw: NodeLowering, t: Tensor) -> None:
 
 
 def reglu(y: Array, gate: Array, up: Array) -> None:
-    """`gate * up` where the gate is above 0, else 0, of an infinite or NaN `up` too."""
+    """`gate * up` where the gate is above 0, else 0 (also if `up` is infinite or NaN)."""
     is_open = gate > 0
     np.multiply(gate, up, out=y)
     np.copyto(y, 0, where=~is_open)

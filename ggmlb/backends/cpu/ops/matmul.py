@@ -29,21 +29,21 @@ FEW_ROWS = range(2, 32)
 """Rows of activations for which BLAS is faster at the transposed product, turning the result included."""
 
 BLAS_ROWS = 16
-"""Rows of a weight that BLAS takes at a time; a tile is a whole number of them."""
+"""Rows of a weight that BLAS processes at a time; tiles have a multiple of them."""
 
 READ_WORK = 12
 """The work of reading a weight that is not float32, in additions."""
 
 WEIGHT_TILE = 1 << 21
-"""Values of a weight that a thread holds as float32 at a time, when there are many rows to multiply."""
+"""Values of a weight that a thread converts to float32 at a time, for many rows of activations."""
 
 WEIGHT_TILE_FEW = 1 << 20
-"""The same when there are few rows."""
+"""The same for few rows."""
 
 
 @RULES.rule(Op.MUL_MAT, operands(VALUES, FLOATS, out=F32))
 def mul_mat(lw: NodeLowering, t: Tensor) -> None:
-    """Rows of `b` times rows of `a`: `y[.., n, m] = sum_k b[.., n, k] a[.., m, k]`."""
+    """`y[.., n, m] = sum_k b[.., n, k] a[.., m, k]`; `a` is broadcast over the batch."""
     y, a, b = (lw.view(x) for x in (t, *t.sources))
     _product(lw, y, a, lw.blas_f32(b))
 
@@ -61,9 +61,9 @@ def _product(lw: NodeLowering, y: View, a: View, b: View) -> None:
     Args:
         lw: Takes the calls.
         y: Float32, `[n3 r3, n2 r2, n, m]`.
-        a: Of any type, `[n3, n2, m, k]`; repeats over the batch. If it is not float32, or not in a layout
-            that BLAS takes, it goes through scratch, some rows at a time.
-        b: Float32 in a layout that BLAS takes, `[n3 r3, n2 r2, n, k]`.
+        a: Of any type, `[n3, n2, m, k]`; repeats over the batch. If BLAS cannot read it in place, it is
+            converted in scratch, some rows at a time.
+        b: Float32 in a layout that BLAS accepts, `[n3 r3, n2 r2, n, k]`.
     """
     if 0 in y.shape:
         return
@@ -97,7 +97,7 @@ def _multiply_turned(y: Array, b: Array, a: Array, turned: Array) -> None:
 
 
 def _by_columns(lw: NodeLowering, y: View, a: View, b: View) -> None:
-    """Few rows: each thread makes some columns of the result, from some rows of the weight."""
+    """For few rows: each thread computes some columns of the result from some rows of the weight."""
     rows, m = y.shape
     n = lw.workers(prod(a.shape) * (rows + 1) // FUSED_ADDS)
     turn = rows in FEW_ROWS and a.strides[1] == a.item.itemsize
@@ -113,7 +113,7 @@ def _by_columns(lw: NodeLowering, y: View, a: View, b: View) -> None:
 
 
 def _through_tiles(lw: NodeLowering, y: View, a: View, b: View) -> None:
-    """Each thread reads tiles of the weight, some rows as float32, and multiplies with them at once."""
+    """Each thread converts tiles of the weight to float32, and multiplies by each while it is in cache."""
     rows, k, m = b.shape[-2], b.shape[-1], a.shape[-2]
     n_weights = prod(a.shape[:-1]) * k
     n = lw.workers(n_weights * (READ_WORK + rows // FUSED_ADDS))
@@ -170,7 +170,7 @@ def mul_mat_id(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.SOLVE_TRI, operands(F32, F32, out=F32))
 def solve_tri(lw: NodeLowering, t: Tensor) -> None:
-    """`x` of `a x = b`, by forward substitution; `a` is lower triangular, what is above is not read."""
+    """Solve `a x = b` by forward substitution; only the lower triangle of `a` is read."""
 
     def kernel(x: Array, a: Array, b: Array, known: Array) -> None:
         for i in range(x.shape[2]):

@@ -1,4 +1,4 @@
-"""Steps of optimisers: weights and moments change in place, by numbers that lie in a tensor."""
+"""Optimiser steps: SGD and AdamW, in place, with hyper-parameters in a tensor."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def opt_step_sgd(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.OPT_STEP_ADAMW, operands(F32, FLOATS, F32, F32, F32, out=F32))
 def opt_step_adamw(lw: NodeLowering, t: Tensor) -> None:
-    """`w (1 - alpha decay) - alpha m h1 / (sqrt(v h2) + eps)`, after the moments' own steps.
+    """`w (1 - alpha decay) - alpha m h1 / (sqrt(v h2) + eps)`, with moments updated before.
 
-    `m` becomes `m beta1 + g (1 - beta1)`, and `v` `v beta2 + g^2 (1 - beta2)`.
+    `m = m beta1 + g (1 - beta1)`, and `v = v beta2 + g^2 (1 - beta2)`.
     """
     y, w, g, m, v, numbers = (lw.view(x) for x in (t, *t.sources))
     whole = [numbers.reshape(-1)]

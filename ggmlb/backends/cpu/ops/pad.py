@@ -1,7 +1,7 @@
-"""Padding and rolling: each dimension of the result is pieced together from runs of the source.
+"""Padding and rolling, by copies of slices.
 
-A run is a slice of the result and the slice of the source that it takes; the runs of all dimensions
-together make blocks, which are copied.
+A run is a slice of the result along one dimension, and the source slice that is copied to it. Each
+combination of the dimensions' runs is one copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _assemble(lw: NodeLowering, t: Tensor, runs: Iterable[list[Run]]) -> None:
 
 
 def _around(n: int, start: int, length: int) -> list[Run]:
-    """`length` elements from `start` on, and round again after the last of `n`."""
+    """`length` elements from `start` on, with wrap-around after the last of `n`."""
     runs, done = [], 0
     while done < length:
         first = (start + done) % n
@@ -57,7 +57,7 @@ def _mirrored(n: int, left: int, right: int) -> list[Run]:
 
 @RULES.rule(Op.PAD, _types, same_types, _has_elements)
 def pad(lw: NodeLowering, t: Tensor) -> None:
-    """`a` between zeros, or, if `circular`, between copies of itself."""
+    """`a`, padded with zeros or, if `circular`, with its own elements (periodic)."""
     ne, left = t.sources[0].ne, t.params["left"]
     if t.params["circular"]:
         _assemble(lw, t, [_around(n, -p, length) for n, p, length in zip(ne, left, t.ne, strict=True)])
@@ -76,5 +76,5 @@ def pad_reflect_1d(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.ROLL, _types, same_types)
 def roll(lw: NodeLowering, t: Tensor) -> None:
-    """`y[i] = a[i - shift]` in each dimension, round the ends."""
+    """`y[i] = a[i - shift]` in each dimension, with wrap-around."""
     _assemble(lw, t, [_around(n, -shift, n) for n, shift in zip(t.ne, t.params["shifts"], strict=True)])

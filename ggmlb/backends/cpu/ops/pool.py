@@ -1,4 +1,4 @@
-"""Pooling: the largest or the mean element under a window, taken along one dimension after the other."""
+"""Max and average pooling, along one dimension after the other."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ggmlb.core.enums import Op, OpPool
 from ggmlb.core.tensor import Tensor
 
 LOWEST = float(np.finfo(np.float32).min)
-"""What padding counts as in a maximum; no maximum is below."""
+"""The value of padding in max pooling, and the smallest result."""
 
 
 @RULES.rule(Op.POOL_1D, operands(FLOATS, out=F32))
 def pool_1d(lw: NodeLowering, t: Tensor) -> None:
-    """Along rows; a mean is that of the elements that there are under the window."""
+    """Pooling along rows; an average is over the window's elements within the data, without padding."""
     (a,), p = t.sources, t.params
     axis = Axis(a.ne[0], p["k0"], t.ne[0], p["s0"], p["p0"])
     first = np.arange(axis.places) * axis.stride - axis.padding
@@ -30,14 +30,14 @@ def pool_1d(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.POOL_2D, operands(FLOATS, out=F32))
 def pool_2d(lw: NodeLowering, t: Tensor) -> None:
-    """Over planes; a mean is the sum by the size of the window."""
+    """Pooling in two dimensions; an average divides by the window's size, padding included."""
     (a,), p = t.sources, t.params
     _pool(lw, lw.view(t), lw.view(a), _axes(t, a, t), p["op"], np.full(t.ne[0], p["k0"] * p["k1"]))
 
 
 @RULES.rule(Op.POOL_2D_BACK, operands(FLOATS, FLOATS, out=F32))
 def pool_2d_back(lw: NodeLowering, t: Tensor) -> None:
-    """A mean spreads each gradient evenly; a maximum gives it to the first of the largest elements."""
+    """Average: each gradient is spread evenly; maximum: it goes to the window's first largest element."""
     grad, data = t.sources
     p, axes = t.params, _axes(t, data, grad)
     g = lw.f32(lw.view(grad))
@@ -84,7 +84,7 @@ def _pool(lw: NodeLowering, y: View, data: View, axes: Sequence[Axis], op: OpPoo
 
 
 def _taps(x: View, dim: int, axis: Axis) -> list[View]:
-    """For each tap, the elements that it meets along one dimension of padded data."""
+    """For each tap of the window, the elements under it along one dimension of padded data."""
     shape, strides = list(x.shape), list(x.strides)
     shape[dim] = axis.places
     strides[dim] *= axis.stride

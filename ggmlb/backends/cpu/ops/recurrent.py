@@ -1,7 +1,7 @@
-"""Recurrent layers: a state per head that each token changes and reads.
+"""Recurrent layers: RWKV, gated linear attention, delta nets and state space models.
 
-The result packs the outputs of all tokens, then states. Time is the first axis of everything here, so
-that a loop over tokens sees, at each turn, all sequences and heads at once.
+The result contains the outputs of all tokens, then the states. Time is the first axis of all views here:
+a loop over tokens computes all sequences and heads at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ggmlb.core.tensor import Tensor
 def unpacked(
     lw: NodeLowering, t: Tensor, outputs: tuple[int, ...], states: tuple[int, ...]
 ) -> tuple[View, View]:
-    """The result's two parts: outputs, and states."""
+    """Return views of the result's two parts, the outputs and the states, in these shapes."""
     flat, n = lw.view(t).reshape(-1), prod(outputs)
     return flat[:n].reshape(*outputs), flat[n:].reshape(*states)
 
@@ -45,10 +45,10 @@ def scan(
     All arrays have the dimensions of sequences and heads in common, or 1 in place of them.
 
     Args:
-        lw: Takes the steps.
+        lw: Collects the steps.
         first: The state before the first token: `[sequences, heads.., rows, columns]`.
-        states: Takes the last states, the newest first; filled up with the first state if there are fewer
-            tokens.
+        states: Memory for the last states, the newest first; if there are fewer tokens, the first state
+            fills the rest.
         advance: Fills `new`, which may be the memory of `old`.
         tokens: Operands and outputs, one per token along the first axis.
         held: Operands that do not change in time, and scratch.

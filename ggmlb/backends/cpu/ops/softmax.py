@@ -16,13 +16,13 @@ from ggmlb.core.tensor import Tensor
 
 
 def per_head(view: View) -> View:
-    """See one value per head as an operand of `[heads, 1, 1]`."""
+    """Reshape one value per head to broadcast over rows."""
     return view.reshaped((1, view.shape[-1], 1, 1), (0, view.strides[-1], 0, 0))
 
 
 @RULES.rule(Op.SOFT_MAX, operands(FLOATS, FLOATS, F32))
 def soft_max(lw: NodeLowering, t: Tensor) -> None:
-    """`exp(z - max z) / sum`, with `z = x scale + slope mask`; a sink joins maximum and sum."""
+    """`exp(z - max z) / sum`, with `z = x scale + slope mask`; a sink is one more logit of the row."""
     a = t.operand(0)
     mask, sinks = t.optional(1), t.optional(2)
     scale, max_bias = t.params["scale"], t.params["max_bias"]

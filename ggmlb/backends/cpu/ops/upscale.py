@@ -1,4 +1,4 @@
-"""Interpolation: along each dimension, an element of the result is a weighted sum of some of the source."""
+"""Interpolation (UPSCALE): weighted sums of source elements, along one dimension after the other."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CUBIC = np.float32(-0.75)
 
 
 class Taps(NamedTuple):
-    """Along one dimension, the elements that each of the result is made of, and how much of each.
+    """Source indices and weights of each element of the result, along one dimension.
 
     Attributes:
         indices: `[taps, n]`.
-        weights: `[taps, n]`; `None` where one tap counts whole.
+        weights: `[taps, n]`; `None` for a single tap of weight 1.
     """
 
     indices: npt.NDArray[np.intp]
@@ -35,12 +35,12 @@ class Taps(NamedTuple):
 
 
 class Grid:
-    """How the elements of the result lie over `n_in` of the source; in float32, as ggml counts.
+    """Source coordinates of the result's elements along one dimension; in float32, as in ggml.
 
     Attributes:
         scale: Elements of the result per element of the source.
-        centre: Of an element, from its start: 0 where the corners are aligned.
-        at: For each element of the result, its place in the source.
+        centre: Offset of an element's centre: 0.5, or 0 with `align_corners`.
+        at: Source coordinate of each element of the result.
     """
 
     def __init__(self, n_in: int, n_out: int, align_corners: bool) -> None:
@@ -53,17 +53,17 @@ class Grid:
         self.at = (self.count + self.centre) / self.scale
 
     def inside(self, index: Floats) -> npt.NDArray[np.intp]:
-        """The nearest elements that there are."""
+        """Clamp indices to the source's elements."""
         return np.clip(index, 0, self.n_in - 1).astype(np.intp)
 
 
 def nearest(grid: Grid) -> Taps:
-    """The element at `floor(i / scale)`."""
+    """Nearest neighbour: the element at `floor(i / scale)`."""
     return Taps(grid.inside(np.floor(grid.count / grid.scale))[None])
 
 
 def bilinear(grid: Grid) -> Taps:
-    """The two elements around."""
+    """Linear interpolation between the two nearest elements."""
     x = grid.at - grid.centre
     index = grid.inside(np.floor(x) + np.arange(2, dtype=np.float32)[:, None])
     right = np.clip(x - index[0].astype(np.float32), 0, 1)
@@ -71,7 +71,7 @@ def bilinear(grid: Grid) -> Taps:
 
 
 def bicubic(grid: Grid) -> Taps:
-    """The four elements around."""
+    """Cubic interpolation of the four nearest elements."""
     x = grid.at - grid.centre
     offset = np.arange(-1, 3, dtype=np.float32)[:, None]
     distance = np.abs(x - np.floor(x) - offset)
@@ -81,7 +81,7 @@ def bicubic(grid: Grid) -> Taps:
 
 
 def antialiased(grid: Grid) -> Taps:
-    """All elements within a triangle that is as wide as one of the larger elements, on either side."""
+    """Triangle filter whose radius is one element: of the result when shrinking, else of the source."""
     support = max(np.float32(1), 1 / grid.scale)
     start = np.maximum(np.trunc(grid.at - support + grid.centre), 0)
     end = np.minimum(np.trunc(grid.at + support + grid.centre), grid.n_in)
@@ -100,12 +100,12 @@ METHODS: dict[ScaleMode, Callable[[Grid], Taps]] = {
 
 @RULES.rule(Op.UPSCALE, operands(F32, out=F32), has_elements)
 def upscale(lw: NodeLowering, t: Tensor) -> None:
-    """By `mode` along dimensions 0 and 1, by the nearest element along 2 and 3; one after the other."""
+    """Resize dimensions 0 and 1 by `mode`, 2 and 3 by nearest neighbour, one dimension after the other."""
     (a,), p = t.sources, t.params
     method = antialiased if p["antialias"] else METHODS[p["mode"]]
     x, y = lw.view(a), lw.view(t)
     resized = [d for d in range(4) if a.ne[d] != t.ne[d]]
-    resized.sort(key=lambda d: t.ne[d] / a.ne[d])  # what shrinks first: less is left to do
+    resized.sort(key=lambda d: t.ne[d] / a.ne[d])  # shrinking dimensions first: less work for the others
     for d in resized:
         grid = Grid(a.ne[d], t.ne[d], p["align_corners"] and d < 2)
         shape = list(x.shape)

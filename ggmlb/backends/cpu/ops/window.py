@@ -26,7 +26,7 @@ def _within(whole: View, image: View) -> View:
 
 
 def _by_window(whole: View, windows: View) -> tuple[View, View]:
-    """See an image, and its windows `[n, w, w, C]`, as `[rows, columns, w, w, C]`."""
+    """View an image, and its windows `[n, w, w, C]`, as `[rows, columns, w, w, C]`."""
     w = windows.shape[1]
     grid = without_first(whole.split(2, w).split(1, w).transposed(0, 1, 3, 2, 4, 5))
     return grid, windows.split(0, grid.shape[1])
@@ -34,7 +34,7 @@ def _by_window(whole: View, windows: View) -> tuple[View, View]:
 
 @RULES.rule(Op.WIN_PART, operands(F32, out=F32))
 def win_part(lw: NodeLowering, t: Tensor) -> None:
-    """The windows of an image, row by row; beyond its end there are zeros."""
+    """Partition an image into windows, row by row; windows beyond its border are padded with zeros."""
     image = lw.view(t.sources[0])
     whole = _whole(lw, image, t.params["w"])
     if whole is not image:
@@ -46,7 +46,7 @@ def win_part(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.WIN_UNPART, operands(F32, out=F32))
 def win_unpart(lw: NodeLowering, t: Tensor) -> None:
-    """The image of the windows, without what is beyond its end."""
+    """Reassemble an image from its windows, without the padding."""
     image = lw.view(t)
     whole = _whole(lw, image, t.params["w"])
     to, of = _by_window(whole, lw.view(t.sources[0]))
@@ -57,7 +57,7 @@ def win_unpart(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.GET_REL_POS, operands(FLOATS, out=frozenset({DType.F16})))
 def get_rel_pos(lw: NodeLowering, t: Tensor) -> None:
-    """`y[query, key] = a[n - 1 - key + query]`: a row for each distance."""
+    """`y[query, key] = a[n - 1 - key + query]`: a row for each relative position."""
     y, x = lw.view(t), lw.view(t.sources[0])
     if x.type == DType.BF16:
         x = lw.f32(x)
