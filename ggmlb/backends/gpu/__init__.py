@@ -4,8 +4,8 @@
                            │
     prelude + headers + kernel text ──> source(kernel, language) ──> a backend compiles and runs it
 
-The texts (`*.knl`, `*.h`) use a prelude of macros, one per language. Launchers read a kernel's parameter
-list from its text. The macro WG decides whether a work-group shares a row (GPUs) or each work-item has
+The texts (`*.knl`, `*.h`) use a prelude of macros, one per language. A kernel's parameter list is parsed from
+its text. The macro WG decides whether a work-group shares a row (GPUs) or each work-item has
 its own rows (CPU-type devices).
 """
 

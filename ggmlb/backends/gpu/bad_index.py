@@ -1,8 +1,8 @@
-"""Bad indices: the first out-of-range index of a stream's kernels, recorded in device memory for the host.
+"""Out-of-range indices: kernels record a stream's first one in device memory, and the host raises the error.
 
-A kernel that reads indices from a tensor (rows, experts) skips one out of range. The first one is recorded
-in its stream's record, with the number of the step, which is an argument of the kernel: it is the offset of
-the tensor `bad`. A wait for the stream reads the record: 24 bytes, and nothing if no step has indices.
+A kernel that reads indices from a tensor (rows, experts) skips those out of range. It writes the first one
+to its stream's record, with the number of its step, which it gets as the offset of the tensor `bad`.
+`synchronize` reads the record (24 bytes) if a queued step reads indices.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ N_WORDS: Final = 3
 
 
 class BadIndices:
-    """The record of a stream, and what its steps' numbers mean."""
+    """A stream's record of out-of-range indices, and the nodes of its steps' numbers."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._record: Buffer | None = None
         self._numbers = itertools.count(1)
         self._nodes: dict[int, tuple[str, int]] = {}
-        # Garbage collection may drop plans at any point: their numbers are only noted.
+        # Garbage collection may drop plans at any point, so their numbers are only queued for removal.
         self._dropped: deque[Sequence[int]] = deque()
         self._uses = itertools.count(1)
         self._last_use = self._last_checked = 0
 
     def bind(self, plan: object, steps: Sequence[BadIndex], stream: GpuBackend) -> list[tuple[Buffer, int]]:
-        """Return the record, and a number, for each step of a plan that reads indices."""
+        """Number the steps of a plan that read indices; return for each the record buffer and its number."""
         if not steps:
             return []
         record = self._record
@@ -59,7 +59,7 @@ class BadIndices:
         self._last_use = next(self._uses)
 
     def finish(self, stream: GpuBackend) -> None:
-        """Wait for all work queued on the stream, and look at the record.
+        """Wait for all work queued on the stream, and check the record.
 
         Raises:
             BackendError: An index was out of range; names the node.
@@ -84,5 +84,6 @@ class BadIndices:
                 self._record._clear(0)
         if is_bad:
             raise BackendError(
-                f"{stream.name} failed to compute {node}: row number {index} for a tensor of {n} rows"
+                f"{stream.name} failed to compute {node}: row number {index} for a tensor of {n} rows; "
+                f"indices must be from 0 to {n - 1}"
             )

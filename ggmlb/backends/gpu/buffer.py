@@ -1,4 +1,4 @@
-"""GpuBuffer and PinnedBuffer: what the memory of GPUs, and host memory for transfers, have in common."""
+"""GpuBuffer and PinnedBuffer: base classes of the CUDA and OpenCL buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class GpuBuffer(Buffer):
-    """Memory of a device that runs the kernels of this package.
+    """Base class of buffers in the memory of a GPU or OpenCL device.
 
     Synchronous transfers run on the device's stream for transfers, after queued work that uses this buffer,
     and independent of other work.
@@ -56,7 +56,7 @@ class GpuBuffer(Buffer):
 
 
 class PinnedBufferType(HostBufferType):
-    """Page-locked host memory, from or to which transfers are fast.
+    """Page-locked host memory, for fast transfers.
 
     It is aligned like the device's memory, so that tensors have equal offsets in both.
     """
@@ -66,7 +66,7 @@ class PinnedBufferType(HostBufferType):
             return PinnedBuffer(self, np.empty(0, np.uint8))
         try:
             return PinnedBuffer(self, self._pinned(nbytes))
-        except AllocationError as error:  # systems limit what a process may lock
+        except AllocationError as error:  # systems limit the locked memory of a process
             warnings.warn(
                 f"{self.name}: the runtime gave no pinned memory for {nbytes:,} bytes; "
                 "pageable memory is used, with slower transfers",

@@ -1,4 +1,4 @@
-"""GpuDevice: what devices that run the kernels of this package have in common."""
+"""GpuDevice: base class of CUDA and OpenCL devices."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from ggmlb.interface import BackendReg, BufferType
 
 MIN_OFFLOAD_COLUMNS: Final = 32
-"""Least columns of a product for which its weights are uploaded (ggml's threshold)."""
+"""Fewest columns of a product for which its weights are uploaded (ggml's threshold)."""
 
 
 class GpuDevice(Device):
-    """A device that runs the kernels of this package.
+    """Base class of devices that run the portable kernels.
 
     Attributes:
-        kinds: What its streams have lowered.
+        kinds: Cache of lowered nodes, shared by its streams.
     """
 
     _own_types: tuple[BufferType, ...]
@@ -35,20 +35,20 @@ class GpuDevice(Device):
 
     @property
     def name(self) -> str:
-        """The registration's name with a number: `CUDA0`, `OpenCL1`."""
+        """Registration name and device number, as `CUDA0` or `OpenCL1`."""
         return self._name
 
     @property
     def reg(self) -> BackendReg:
-        """The registration that it belongs to."""
+        """The registration of the device's backend."""
         return self._reg
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Whether it is the device's memory, packed or not, or split memory with it as main device."""
+        """Whether `buft` is memory of this device, or a row-split type whose main device it is."""
         return buft in self._own_types or (isinstance(buft, SplitBufferType) and buft.device is self)
 
     def offload_op(self, op: Tensor) -> bool:
-        """Whether it has memory of its own, and the node is a product with many columns."""
+        """Whether to upload host weights for a node: a product of many columns, on a discrete GPU."""
         if self.type is not DeviceType.GPU:
             return False
         n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]

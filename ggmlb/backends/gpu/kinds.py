@@ -1,8 +1,8 @@
-"""What GPUs launch for a kind of node or group, with operand slots in place of memory, and its binding.
+"""Cached launches of each kind of node or fused group, and the binding of their arguments to memory.
 
-Rules see stand-ins of the tensors, whose buffer is an operand slot. So what they return serves all items of
-the kind. A slot is the number of an operand of the item; after the operands come the pieces of scratch,
-then the records of bad indices. A plan binds the slots of all its items at once.
+Rules get copies of the tensors whose buffers are placeholders, operand slots. So the launches that they
+return serve all items (nodes or groups) of the kind. Slots are numbered: the operands of the item, then its
+pieces of scratch, then records of out-of-range indices. A plan binds the slots of all its items at once.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 Request = TypeVar("Request")
-"""Type of what a backend's rules return: a launch."""
+"""Type of the results of a backend's rules: a launch or a library call."""
 
 Step = TypeVar("Step", covariant=True)
-"""Type of what a backend keeps of a request."""
+"""Type of a request in the cache: without the arguments."""
 
 
 @dataclass(slots=True, eq=False)
 class OperandSlot:
-    """Stands for the buffer of an operand.
+    """Placeholder for the buffer of an operand, in cached launches.
 
     Attributes:
         number: Number of the operand.
@@ -53,41 +53,42 @@ class OperandSlot:
 
 
 class KindLowering(Protocol[Request, Step]):
-    """How a backend lowers an item, and lays out the arguments of its requests."""
+    """A backend's lowering of an item to requests (launches), and the layout of their arguments."""
 
     def lower(self, item: Item) -> list[Request | PreparedOperand]:
-        """Return the requests that compute an item, each form of an operand before those that read it."""
+        """Return the requests that compute an item, in order, conversions of operands included."""
 
     def step(self, request: Request, slots: tuple[int, ...]) -> Step:
-        """Return what is kept of a request, given the slots of its tensors."""
+        """Return the step to cache for a request, given the slot numbers of its tensors."""
 
     def mems(self, request: Request) -> Sequence[Mem]:
-        """Return a request's tensors."""
+        """Return the tensor arguments of a request."""
 
     def block(self, request: Request) -> bytes:
-        """Return a request's block of arguments, with offsets in slots for addresses."""
+        """Return a request's arguments as bytes, with offsets within slots in place of addresses."""
 
     def address_words(self, request: Request) -> Sequence[int]:
-        """Return where a request's tensors are in its block, in words of 8 bytes.
+        """Return the positions of a request's tensors in its argument block, in words of 8 bytes.
 
-        There is the offset of each; or the address of its buffer, and its offset in the next word.
+        At a position is the tensor's offset, or its buffer's address followed by the offset.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered(Generic[Step]):
-    """The requests of a kind.
+    """The cached steps of a kind, with their arguments before memory is bound.
 
     Attributes:
-        steps: The requests.
-        nbytes: Size of each one's block of arguments [bytes], a multiple of 8.
-        words: The blocks one after the other; where an address is, the offset in a slot.
-        places: Places of addresses in `words`.
-        slots: The slot of each: operands, then `pieces`, then `given`, then `bad`.
-        pieces: Of each piece of scratch memory its size [bytes], and its first and last step.
-        given: The pieces that earlier items wrote: operand, form, which of the form's pieces, and last step.
-        made: Of each form that was made the operand, its name, and its pieces.
-        bad: Of each record of a bad index the operand that is the node, and the bound.
+        steps: The steps.
+        nbytes: Size of each step's argument block [bytes], a multiple of 8.
+        words: All argument blocks in order; in place of addresses, the offset within a slot.
+        places: Positions of addresses in `words`.
+        slots: The slot of each address. Numbered: operands, then `pieces`, then `given`, then `bad`.
+        pieces: For each piece of scratch memory its size [bytes], and its first and last step.
+        given: Scratch with operands that earlier items converted: operand, form, index of the form's piece,
+            last step.
+        made: For each operand that these steps convert: the operand, its form, and the pieces of scratch.
+        bad: For each record of out-of-range indices: the number of the node, and the bound.
     """
 
     steps: list[Step]
@@ -107,18 +108,18 @@ def lowered(
     by: KindLowering[Request, Step],
     ready: Collection[tuple[int, str]] = (),
 ) -> Lowered[Step]:
-    """Lower an item, given its operands in the order of their slots.
+    """Lower a node or group to steps without memory, for the cache.
 
     Args:
-        item: A node or group.
-        tensors: Its operands.
-        by: How the backend lowers it.
-        ready: Forms of operands that earlier items made.
+        item: The node or group.
+        tensors: Its operands, in the order of their slots.
+        by: The backend's lowering.
+        ready: Operands and forms to which earlier items have converted them.
     """
     stand_ins = _stand_ins(item, tensors)
     numbers = {t: cast("OperandSlot", t.buffer).number for t in stand_ins.values() if t.buffer is not None}
     requests: list[Request] = []
-    forms: dict[tuple[int, str], list[object]] = {}  # the pieces of scratch of each
+    forms: dict[tuple[int, str], list[object]] = {}  # pieces of scratch
     for request in by.lower(_item_of(item, stand_ins)):
         if isinstance(request, PreparedOperand):
             key = numbers[request.source], request.name
@@ -161,13 +162,13 @@ def lowered(
 
 
 def _stand_ins(item: Item, tensors: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
-    """Return a stand-in for each tensor that rules may look at."""
+    """Return a copy of each tensor for the rules, with an operand slot as buffer."""
     made: dict[Tensor, Tensor] = {}
     for number, tensor in enumerate(tensors):
         if tensor is None or tensor in made:
             continue
         stand_in = made[tensor] = tensor.reading((), None)
-        stand_in.maker = None  # which what is kept of a kind must not keep alive
+        stand_in.maker = None  # the cache must not keep it alive
         if tensor.buffer is not None:
             slot = OperandSlot(number, tensor.buffer.packing(tensor))
             stand_in.buffer, stand_in.offset = cast("Buffer", slot), tensor.offset & ALIGNED
@@ -188,24 +189,24 @@ def _item_of(item: Item, stand_ins: dict[Tensor, Tensor]) -> Item:
 
 
 class BoundItems(Generic[Step]):
-    """The steps of a plan's items, with memory for their slots.
+    """The steps of a plan, lowered by way of the cache, and the binding of their slots to memory.
 
     Args:
         items: Nodes and groups, in order.
-        kinds: What was lowered before.
-        by: How items are lowered.
-        key: What else lowering depends on.
-        is_apart: Whether an item is computed otherwise, and has no steps here.
+        kinds: Cache of lowered kinds.
+        by: The backend's lowering.
+        key: Further part of the cache key.
+        is_apart: Whether an item is not lowered here (a row-split product), and has no steps.
 
     Attributes:
         n_steps: Number of steps of each item.
-        apart: Whether it is computed otherwise.
+        apart: For each item, the result of `is_apart`.
         results: The node that each step computes, or the last node of its group.
         steps: The steps.
-        new: Those of kinds that were not known.
+        new: Steps that were not in the cache.
         pieces: The pieces of scratch memory: size [bytes], first and last step.
-        records: The bounds of indices, for the stream's record of bad ones.
-        memory: The memory of slots; see `give`.
+        records: The nodes that read indices, with their bounds.
+        memory: The buffers of slots; `give` sets those of scratch and records.
     """
 
     def __init__(
@@ -263,14 +264,14 @@ class BoundItems(Generic[Step]):
         del self._ready
 
     def _ready_for(self, tensors: Sequence[Tensor | None]) -> tuple[tuple[int, str], ...]:
-        """Return the forms of an item's operands that earlier items made, by operand."""
+        """Return the converted forms of an item's operands that earlier items left in scratch."""
         found = [(i, t) for i, t in enumerate(tensors) if t in self._ready and t not in tensors[:i]]
         return tuple([(i, form) for i, t in found for form in self._ready[t]])
 
     def _provide_for(
         self, tensors: Sequence[Tensor | None], found: Lowered[Step], pieces: list[list[int]]
     ) -> None:
-        """Append the slots of an item's scratch memory and records of bad indices."""
+        """Append the slots of an item's scratch memory and records of out-of-range indices."""
         now, first = len(self.steps), len(pieces)
         for nbytes, start, end in found.pieces:
             pieces.append([nbytes, now + start, now + end])
@@ -294,7 +295,7 @@ class BoundItems(Generic[Step]):
         return len(self.memory) - 1
 
     def _forget_written(self, item: Item) -> None:
-        """Forget forms of operands in whose memory an item writes."""
+        """Invalidate converted operands whose source an item overwrites."""
         for node in item.nodes if isinstance(item, Group) else (item,):
             for t in (node, *[node.sources[i] for i in SPECS[node.op].also_written]):
                 for source in [source for source in self._ready if overlap(source, t)]:
@@ -303,17 +304,17 @@ class BoundItems(Generic[Step]):
     def give(
         self, scratch: Buffer | None, places: Sequence[int], records: Sequence[tuple[Buffer, int]]
     ) -> None:
-        """Provide the memory of pieces, at these offsets in one buffer, and the record, with numbers."""
+        """Set the memory of scratch slots (offsets in one buffer) and of records (buffer and step number)."""
         for i, place in zip(self._of_pieces, places, strict=True):
             self.memory[i], self._offsets[i] = scratch, place
         for i, (buffer, offset) in zip(self._of_records, records, strict=True):
             self.memory[i], self._offsets[i] = buffer, offset
 
     def blocks(self, starts: Mapping[Buffer, int] | None = None) -> tuple[Ints, list[int]]:
-        """Return the steps' blocks of arguments with addresses, and where each begins and the last ends.
+        """Return all argument blocks with memory bound, and the start of each block and the end of the last.
 
         Args:
-            starts: The addresses of buffers, for blocks that have them before the offsets.
+            starts: Buffer addresses, for argument blocks that contain them (CUDA).
         """
         found = self._found
         nbytes = np.array([n for each in found for n in each.nbytes], np.int64)
@@ -334,7 +335,7 @@ class BoundItems(Generic[Step]):
         return values, [*(np.cumsum(nbytes) - nbytes).tolist(), int(nbytes.sum())]
 
     def slot_memory(self) -> tuple[list[Buffer | None], list[int]]:
-        """Return the memory of the slots of all items, and for each step where its item's begin."""
+        """Return the buffers of all slots, and for each step the index of its item's first slot."""
         firsts: list[int] = []
         for first, each in zip(self._firsts, self._found, strict=True):
             firsts += [first] * len(each.steps)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 Defines = tuple[tuple[str, str], ...]
 
 MIN_GROUP_WORK = 4096
-"""Least elements per core before another core is used."""
+"""Fewest elements per core before another core is used."""
 
 IN_VECTORS = frozenset({DType.F32, DType.F16, DType.BF16, DType.I32})
 """Types that kernels read and write as vectors."""
 
 MAX_PER = 32
-"""Most elements in the registers of a work-item."""
+"""Most elements of a row in the registers of a work-item."""
 
 MAX_WG = 512
 """Most work-items of a group with so many registers."""
@@ -43,7 +43,7 @@ class Target:
     """Parameters of the work split of kernels on a device.
 
     Attributes:
-        on_cpu: Whether a group is one work-item with its own rows, whose loops the compiler vectorises.
+        on_cpu: Whether a group is one work-item that computes whole rows, in vectorised loops.
         n_units: Number of cores or multiprocessors.
         wg: Work-items of a group, unless a kernel fixes it; 1 with `on_cpu`.
         max_wg: Most work-items of a group, for long rows.
@@ -59,7 +59,7 @@ class Target:
     blas: bool = False
 
     def groups_for(self, n_rows: int, row_size: int) -> int:
-        """Return the number of groups for `n_rows` rows: one each, or fewer with `on_cpu`."""
+        """Return the number of work-groups: one per row, or with `on_cpu` a few per core."""
         if not self.on_cpu:
             return n_rows
         return max(1, min(n_rows, n_rows * row_size // MIN_GROUP_WORK, 8 * self.n_units))
@@ -67,7 +67,7 @@ class Target:
 
 @dataclass(slots=True, eq=False)
 class Scratch:
-    """Device memory for intermediate results between launches of a plan, provided by the plan.
+    """A piece of a plan's scratch memory, for results that one launch passes to another.
 
     It is written before it is read in every run, and starts at a multiple of 256 bytes.
 
@@ -84,7 +84,7 @@ class Scratch:
 
 @dataclass(slots=True, eq=False)
 class BadIndex:
-    """The bound of indices that launches read on the device, and their stream's record (`bad_index`).
+    """Bounds check of a node's indices on the device (`bad_index`): the kernel argument `bad`.
 
     Attributes:
         node: The node that the launches compute.
@@ -96,18 +96,18 @@ class BadIndex:
 
     @property
     def mem(self) -> Mem:
-        """Return the kernels' argument `bad`: the record; its offset is the step's number."""
+        """Return the kernel argument: the stream's record, with the step's number as offset."""
         return Mem(self, 0, DType.I64, (3, 1, 1, 1), contiguous_nb(DType.I64, (3, 1, 1, 1)))
 
 
 @dataclass(slots=True, eq=False)
 class PreparedOperand:
-    """Another form of an operand, as activations in 8 bits, that items after may read too.
+    """An operand converted into scratch (as activations quantised to 8 bits), reused by later items.
 
     Attributes:
         source: The operand.
-        name: The form.
-        made_by: The launches that make it.
+        name: Name of the form, as `q8`.
+        made_by: The launches that convert it.
         mems: Its pieces of scratch memory.
     """
 
@@ -137,7 +137,7 @@ class Launch:
 
 
 def argument_block(launch: Launch, language: Language, base: Callable[[Mem], int] = lambda _: 0) -> bytes:
-    """Return a launch's arguments as `layout` has them; `base` returns the address of a mem's memory."""
+    """Return a launch's arguments packed by `layout`; `base` returns the buffer address of a tensor."""
     flat: list[int | float] = []
     for arg in launch.args:
         if isinstance(arg, Mem):
@@ -217,20 +217,20 @@ def vector_width(mems: Sequence[Mem]) -> int:
     return width if all(m.dtype in IN_VECTORS and not m.packing for m in mems) else 1
 
 
-class Share(NamedTuple):
-    """How work-items share a row in their registers.
+class RegisterSplit(NamedTuple):
+    """Work split of rows held in registers.
 
     Attributes:
         wg: Work-items of a group.
         lanes: Work-items that share a row.
-        per: Most elements of the row per work-item.
-        sure: Least elements of the row per work-item.
+        per_lane: Most elements of the row per work-item.
+        full_iters: Fewest elements of the row per work-item, which need no bounds check.
     """
 
     wg: int
     lanes: int
-    per: int
-    sure: int
+    per_lane: int
+    full_iters: int
 
 
 def mapped(
@@ -242,18 +242,18 @@ def mapped(
     beside: Sequence[Mem] = (),
     **defines: str | int,
 ) -> Launch:
-    """Return a launch of a kernel that reads and writes the same element of each row-aligned mem.
+    """Return a launch of an element-wise kernel that processes segments of rows.
 
-    On a GPU, work-items process stretches of rows (`MAP_ROWS` in tensors.h), as long as all
+    On a GPU, each work-item has several elements of a segment (`EACH_SEGMENT` in tensors.h), as long as all
     multiprocessors have work.
 
     Args:
         target: Parameters of the work split.
         name: The kernel.
-        mems: The mems read and written elementwise.
-        numbers: Its numbers.
-        over: The mem whose elements are counted.
-        beside: Mems with another access pattern, passed before the last mem.
+        mems: Tensors read and written at the same element.
+        numbers: Its scalar arguments.
+        over: Index of the tensor that determines the number of elements.
+        beside: Tensors with another access pattern, passed before the last of `mems`.
         defines: Macros.
     """
     args = [*mems[:-1], *beside, mems[-1]]
@@ -264,9 +264,9 @@ def mapped(
     vec = vector_width(mems)
     some = max(vec, 4)
     for lanes, per in ((target.wg, 2 * some), (target.wg, some), (32, some), (8, some), (8, 1)):
-        n_stretches = -(-ne[0] // (lanes * per)) * n_rows
-        groups = -(-n_stretches * lanes // target.wg)
-        is_full = ne[0] * n_rows * 4 >= n_stretches * lanes * per * 3
+        n_segments = -(-ne[0] // (lanes * per)) * n_rows
+        groups = -(-n_segments * lanes // target.wg)
+        is_full = ne[0] * n_rows * 4 >= n_segments * lanes * per * 3
         if is_full and (per <= some or groups >= 2 * target.n_units):
             return launch(
                 name,
@@ -274,35 +274,35 @@ def mapped(
                 (min(groups, 1 << 20), 1, 1),
                 target.wg,
                 **defines,
-                **_shared(Share(target.wg, lanes, per, 0), vec if per > 1 else 1),
+                **_split_macros(RegisterSplit(target.wg, lanes, per, 0), vec if per > 1 else 1),
             )
     return elementwise(target, name, args, *numbers, over=args.index(mems[over]), **defines)
 
 
-def stretched(target: Target, name: str, mems: Sequence[Mem], vec: int, **defines: str | int) -> Launch:
-    """Return a launch with a group for each stretch of a row of the last mem, eight elements per item.
+def segmented(target: Target, name: str, mems: Sequence[Mem], vec: int, **defines: str | int) -> Launch:
+    """Return a launch with a work-group per segment of a row of `mems[-1]`; work-items read eight elements.
 
-    Stretches are as long as rows allow; `vec` elements are written at once.
+    Segments are as long as rows allow; `vec` elements are written at once.
     """
     ne = mems[-1].ne
     for wg, per in ((target.wg, 16), (target.wg, 8), (min(64, target.wg), 8), (min(32, target.wg), 8)):
-        n_stretches = -(-ne[0] // (per * wg))
-        if ne[0] * 4 >= n_stretches * per * wg * 3:
+        n_segments = -(-ne[0] // (per * wg))
+        if ne[0] * 4 >= n_segments * per * wg * 3:
             break
-    groups = min(n_stretches * ne[1] * ne[2] * ne[3], 1 << 20)
+    groups = min(n_segments * ne[1] * ne[2] * ne[3], 1 << 20)
     return launch(name, mems, (groups, 1, 1), wg, PER_LANE=per, FULL_ITERS=0, VEC=vec, **defines)
 
 
-def _shared(share: Share, vec: int) -> dict[str, str | int]:
-    """Return the macros of a share."""
-    lanes = {"LANES": share.lanes} if share.lanes != share.wg else {}
-    return {**lanes, "PER_LANE": share.per, "FULL_ITERS": share.sure, "VEC": vec}
+def _split_macros(split: RegisterSplit, vec: int) -> dict[str, str | int]:
+    """Return the macros of a work split."""
+    lanes = {"LANES": split.lanes} if split.lanes != split.wg else {}
+    return {**lanes, "PER_LANE": split.per_lane, "FULL_ITERS": split.full_iters, "VEC": vec}
 
 
 def in_registers(
     target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
-    """Return a launch whose work-items keep a row of `mems[over]` in registers.
+    """Return a row-wise launch whose work-items hold each row of `mems[over]` in registers.
 
     As few work-items as possible share a row: a part of a group (which then has several rows) or a larger
     group. With few rows, more work-items share each, to use the whole device. If a row is too long, or on
@@ -314,29 +314,29 @@ def in_registers(
     ne = mems[over].ne
     n_rows = ne[1] * ne[2] * ne[3]
     vec = vector_width([m for m in mems if m.ne[0] == n or not m.nb[0]])
-    share = _share(target, n, vec, 8 if n_rows <= target.n_units else MAX_PER)
-    if share is None:
+    split = _register_split(target, n, vec, 8 if n_rows <= target.n_units else MAX_PER)
+    if split is None:
         return launch(name, (*mems, *numbers), (n_rows, 1, 1), max(target.wg, target.max_wg), **defines)
-    groups = -(-n_rows * share.lanes // share.wg)
-    return launch(name, (*mems, *numbers), (groups, 1, 1), share.wg, **defines, **_shared(share, vec))
+    groups = -(-n_rows * split.lanes // split.wg)
+    return launch(name, (*mems, *numbers), (groups, 1, 1), split.wg, **defines, **_split_macros(split, vec))
 
 
-def _share(target: Target, n: int, vec: int, most: int) -> Share | None:
-    """Return the share of a row of `n`, preferably with at most `most` elements each."""
+def _register_split(target: Target, n: int, vec: int, most: int) -> RegisterSplit | None:
+    """Return the work split of rows of `n` elements, preferably at most `most` elements per work-item."""
     lanes = [(8, 16), (32, 16), *((target.wg << i, MAX_PER) for i in range(5))]
     fits = []
     for k, limit in lanes:
         if k * limit >= n and k <= max(target.wg, target.max_wg):
             per = next(p for p in _PER[vec] if p * k >= n)
-            sure = max(p for p in (0, *_PER[vec]) if p * k <= n)
-            fits.append(Share(max(target.wg, k), k, per, sure))
-    return next((share for share in fits if share.per <= max(most, vec)), fits[-1] if fits else None)
+            full = max(p for p in (0, *_PER[vec]) if p * k <= n)
+            fits.append(RegisterSplit(max(target.wg, k), k, per, full))
+    return next((split for split in fits if split.per_lane <= max(most, vec)), fits[-1] if fits else None)
 
 
 def rowwise(
     target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
-    """Return a launch with a group for each row of `mems[over]`, or for several on a CPU."""
+    """Return a launch with one work-group per row of `mems[over]`, or per several rows on a CPU."""
     ne = mems[over].ne
     n_rows = ne[1] * ne[2] * ne[3]
     groups = target.groups_for(n_rows, max(m.ne[0] for m in mems))

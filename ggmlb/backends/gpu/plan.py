@@ -1,4 +1,4 @@
-"""GpuPlan: a graph lowered by kinds, with scratch memory placed, and its arguments bound."""
+"""GpuPlan: a lowered graph with scratch memory and bound kernel arguments."""
 
 from __future__ import annotations
 
@@ -71,12 +71,13 @@ class GpuPlan(GraphPlan, Generic[Step]):
     Args:
         backend: The stream.
         graph: The graph.
-        by: How its items are lowered.
+        by: The backend's lowering.
+        key: Further part of the cache key.
 
     Attributes:
         parts: The nodes with their steps.
         buffers: The buffers that they use.
-        has_indices: Whether steps read indices, so that a wait must read the record of bad ones.
+        has_indices: Whether steps read indices, so that `synchronize` must check them.
     """
 
     def __init__(self, backend: GpuBackend, graph: Graph, by: KindLowering[Any, Any], key: Hashable) -> None:
@@ -105,7 +106,7 @@ class GpuPlan(GraphPlan, Generic[Step]):
 
     @abstractmethod
     def _bind(self, bound: BoundItems[Any]) -> Sequence[Step]:
-        """Return the launches of items that have their memory."""
+        """Return the steps with memory bound."""
 
     @abstractmethod
     def _split_step(self, product: RowSplitProduct) -> Step:
@@ -128,14 +129,14 @@ def _is_apart(item: Item) -> TypeGuard[Tensor]:
     return isinstance(item, Tensor) and is_split(item) and not item.is_empty
 
 
-@lru_cache(64)  # graphs that differ in what needs no scratch have the same pieces
+@lru_cache(64)  # similar graphs have the same pieces
 def place_pieces(pieces: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]]:
-    """Return the total size of scratch [bytes], and the offset of each piece.
+    """Assign scratch memory; return its total size and the offset of each piece [bytes].
 
     Pieces with disjoint lifetimes share memory.
 
     Args:
-        pieces: Of each piece its size [bytes], and the first and last step that use it.
+        pieces: Size [bytes], first and last step of each piece.
     """
     live: defaultdict[int, list[int]] = defaultdict(list)  # the placed pieces by step
     offsets = [0] * len(pieces)

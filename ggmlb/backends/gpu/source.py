@@ -1,4 +1,4 @@
-"""Kernel texts: found, assembled for a language, and their parameter lists read from the text itself."""
+"""Kernel sources: lookup, assembly of a compilable text, and the parameters that they declare."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Language = Literal["opencl", "cuda"]
 ParamKind = Literal["tensor", "int", "float"]
 
 PORTABLE: Final = "ggmlb.backends.gpu.kernels"
-"""The package of the portable texts. A backend's own texts stand in a package of its own."""
+"""The package of the portable texts. A backend's own texts are in a package of its own."""
 
 BLOCKS: Final = "blocks.h"
-"""The header that is made of the types' records; see `_blocks`."""
+"""The header generated from the data types; see `_blocks`."""
 
 FORMATS: Final[Mapping[Language, Mapping[ParamKind, str]]] = {
     "opencl": {"tensor": "q4i4q", "int": "i", "float": "f"},
     "cuda": {"tensor": "Pq4i4q", "int": "i", "float": "f"},
 }
-"""Layout of each kind of parameter, as `struct` has it; a tensor's is `TENSOR_` in tensors.h."""
+"""Layout of each kind of parameter, as a `struct` format; a tensor's is `TENSOR_` in tensors.h."""
 
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
 _KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
@@ -40,7 +40,7 @@ _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<s
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A kernel's parameter; a tensor's stands for buffer, i64 offset, four int extents, four i64 strides.
+    """A declared kernel parameter; for a tensor: buffer, i64 offset, four int extents, four i64 strides.
 
     In OpenCL, all parameters but the buffers are one struct (PACKED_ARGS in tensors.h).
     """
@@ -51,13 +51,13 @@ class Param:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A kernel as its text declares it; one object for each.
+    """A kernel found in the texts.
 
     Attributes:
         name: Its name, unique over all families.
         family: The file that holds it, without the ending.
-        params: What it takes.
-        package: Where that file lies.
+        params: Its parameters.
+        package: The package of that file.
     """
 
     name: str
@@ -84,7 +84,9 @@ def kernels(package: str = PORTABLE) -> dict[str, Kernel]:
     for family in families(package):
         for name, params in _KERNEL.findall(_text(package, f"{family}.knl")):
             if name in found:
-                raise BackendBroken(f"kernel {name} stands in both {found[name].family}.knl and {family}.knl")
+                raise BackendBroken(
+                    f"kernel {name} is defined in both {found[name].family}.knl and {family}.knl"
+                )
             found[name] = Kernel(name, family, tuple(_param(name, p) for p in params.split(",")), package)
     return found
 
@@ -92,7 +94,9 @@ def kernels(package: str = PORTABLE) -> dict[str, Kernel]:
 def _param(kernel: str, text: str) -> Param:
     match = _PARAM.match(" ".join(text.split()))
     if match is None:
-        raise BackendBroken(f"kernel {kernel}: parameter {text!r} is none of IN(x), OUT(x), int x, float x")
+        raise BackendBroken(
+            f"kernel {kernel}: parameter {text!r}; declare it as IN(x), OUT(x), int x or float x"
+        )
     if match["tensor"]:
         return Param("tensor", match["tensor"])
     return Param("int" if match["kind"] == "int" else "float", match["scalar"])
@@ -130,7 +134,7 @@ def layout(kernel: Kernel, language: Language) -> struct.Struct:
 
 @cache
 def tensor_words(kernel: Kernel, language: Language) -> list[int]:
-    """Return where tensors begin in a kernel's arguments, in words of 8 bytes."""
+    """Return the positions of tensors in a kernel's argument block, in words of 8 bytes."""
     found, words = "@", list[int]()
     for param in kernel.params:
         if param.kind == "tensor":
@@ -172,7 +176,7 @@ def _assembled(kernel: Kernel, prelude: str) -> str:
     seen: set[str] = set()
 
     def put(file: str) -> str:
-        """Put each header in the place where it is first included."""
+        """Insert each header where it is first included."""
         if file in seen:
             return ""
         seen.add(file)
@@ -183,7 +187,7 @@ def _assembled(kernel: Kernel, prelude: str) -> str:
 
 
 def types_with(macro: str, *files: str, package: str = PORTABLE) -> frozenset[DType]:
-    """Return the types T for which headers have a line that begins with `macro(T)`."""
+    """Return the types that headers support, by lines that begin with `macro(T)`, as `DEQ8_FN(f32)`."""
     text = "".join(_text(package, file) for file in files)
     names = re.findall(rf"^{macro}\((\w+)\)", text, re.MULTILINE)
     return frozenset(t for t in DType if t.name.lower() in names)
@@ -191,10 +195,10 @@ def types_with(macro: str, *files: str, package: str = PORTABLE) -> frozenset[DT
 
 @cache
 def _blocks() -> str:
-    """Return what kernels know of blocks.
+    """Return the header blocks.h: constants of the block formats.
 
     For each type T: `GROUPS_T` of eight elements in a block (eight plain elements make one), its `BYTES_T`,
-    where its fields begin, as `QS_T` [bytes]; what codes mean: `LEVELS_T`, or four to a word `LEVEL_WORDS_T`.
+    byte offsets of its fields, as `QS_T`; the values of its codes, `LEVELS_T`, or in words `LEVEL_WORDS_T`.
     """
     lines = []
     for dtype in DType:

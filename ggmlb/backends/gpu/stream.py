@@ -1,4 +1,4 @@
-"""GpuBackend: what streams of GPUs have in common: fusion, copies between them, and bad indices."""
+"""GpuBackend: base class of CUDA and OpenCL streams: fusion, copies, out-of-range indices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GpuBackend(Backend):
-    """A stream of a device that runs the kernels of this package.
+    """Base class of streams that run the portable kernels.
 
     Attributes:
         arena: Scratch memory shared by its plans.
@@ -49,7 +49,7 @@ class GpuBackend(Backend):
 
     @abstractmethod
     def can_fuse(self, group: Group) -> bool:
-        """Whether a kernel computes a group of nodes at once."""
+        """Whether a fused kernel computes the group."""
 
     def graph_optimize(self, graph: Graph) -> None:
         """Move the nodes of fused groups together."""
@@ -111,7 +111,7 @@ class GpuBackend(Backend):
 
     @abstractmethod
     def _queue_copy(self, src: Tensor, dst: Tensor, after: Backend | None) -> None:
-        """Queue a copy; with `after`, behind that stream's work, and before what comes next there."""
+        """Queue a copy; with `after`, between that stream's queued and later work."""
 
     # -- order ---------------------------------------------------------------------------------
 
@@ -124,8 +124,8 @@ class GpuBackend(Backend):
 
     @abstractmethod
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """Wait for all queued work, and read a buffer as it is then."""
+        """Wait for all queued work, then copy the contents of a buffer to `words`."""
 
     def _free(self) -> None:
         self.helpers.free()
-        self.arena, self.bad_indices = Arena(self.device.buffer_type), BadIndices()  # their memory
+        self.arena, self.bad_indices = Arena(self.device.buffer_type), BadIndices()  # drops their memory

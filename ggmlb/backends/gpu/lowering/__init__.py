@@ -1,4 +1,4 @@
-"""Lowering of nodes and groups to launches, by one table of rules that the modules here fill."""
+"""Lowering of nodes and groups to launches, by the table of rules registered in this package's modules."""
 
 from importlib import import_module
 from pkgutil import iter_modules

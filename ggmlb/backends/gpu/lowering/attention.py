@@ -1,4 +1,4 @@
-"""Fused attention."""
+"""Fused attention (FLASH_ATTN_EXT)."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
 
 
 def queries_at_once(target: Target, n_queries: int, n_groups: int) -> int:
-    """Return the number of queries with common keys per work-group, a power of two.
+    """Return the number of queries per work-group, a power of two; they share a KV head.
 
-    The keys are read once for all of them. It is limited by registers and local memory for sums, and by
-    the groups needed for all cores.
+    Keys and values are read once for all of them. Limited by registers and local memory for sums, and by
+    the number of groups needed for all cores.
     """
     at_once = MAX_QUERIES if target.on_cpu else MAX_QUERIES // 2
     while at_once > 1 and (

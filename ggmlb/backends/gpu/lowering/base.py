@@ -1,4 +1,4 @@
-"""The table of rules that the modules beside fill, each for its ops and patterns; lowering by it."""
+"""The table of lowering rules of the portable kernels; this package's other modules register them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.gpu.launch import Target
 
 MAX_ELEMENTS = 2**31 - 1
-"""Indices are counted in 32 bits, and bytes in 64."""
+"""Kernels index elements in 32 bits, and bytes in 64."""
 
 GpuRules: TypeAlias = "Rules[Callable[[Any, Target], list[Any]]]"
 
@@ -30,7 +30,7 @@ RULES: Final[GpuRules] = Rules(always=_not_too_large)
 
 
 def lower(item: Item, target: Target, rules: GpuRules = RULES) -> list[Any]:
-    """Return the launches that compute an item that is not declined; none for views and empty results."""
+    """Return the launches that compute a node or group; none for views and empty results."""
     if isinstance(item, Tensor) and (item.op in NO_OPS or item.is_empty):
         return []
     return rules.to_lower(item, target)(item, target)

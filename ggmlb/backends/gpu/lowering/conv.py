@@ -1,4 +1,4 @@
-"""Convolution, its patches, pooling, and their gradients."""
+"""Convolution, im2col, pooling, and their gradients."""
 
 from __future__ import annotations
 

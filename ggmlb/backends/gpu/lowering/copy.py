@@ -1,4 +1,4 @@
-"""Copies between types, shapes and places; gathering and scattering of rows; writes to windows."""
+"""Copies between types, shapes and strides; gather and scatter of rows; writes to views (ACC, SET)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ggmlb.backends.gpu.launch import (
     elementwise,
     flattened,
     mapped,
-    stretched,
+    segmented,
     vector_width,
 )
 from ggmlb.backends.gpu.lowering.base import RULES
@@ -55,9 +55,9 @@ def _moved(target: Target, kernel: str, a: Mem, d: Mem, beside: Sequence[Mem] = 
             mems = flattened(target, mems)
         return mapped(target, kernel, mems, over=over, beside=beside, CONVERT=kind)
     if kind == "dequantize" and not target.on_cpu:
-        return stretched(target, kernel, [a, *beside, d], vector_width([d]), CONVERT=kind, EIGHTS=1)
+        return segmented(target, kernel, [a, *beside, d], vector_width([d]), CONVERT=kind, EIGHTS=1)
     step = 8 if kind == "dequantize" else d.dtype.block_size
-    # what the kernel moves at a step is counted: eights, or blocks
+    # the kernel counts units of a step: eight elements, or a block
     a, d = (m.window((m.ne[0] // step, *m.ne[1:])) for m in (a, d))
     flags = {"FROM": a.dtype.name.lower()} if kind == "quantize" else {}
     return elementwise(target, kernel, [a, *beside, d], over=over, CONVERT=kind, **flags)
@@ -82,7 +82,7 @@ _converts = converts(lambda src, dst: _conversion(src, dst) is not None)
 
 
 def copy(target: Target, a: Mem, d: Mem) -> Launch:
-    """Return the launch that copies `a` to `d`, of as many elements, converting."""
+    """Return the launch that copies `a` to `d`; types and shapes may differ, not the number of elements."""
     if a.ne != d.ne:
         return elementwise(target, "copy_reshape", [a, d])
     return _moved(target, "copy", a, d)
@@ -117,7 +117,7 @@ def _one_plain_type(node: Tensor) -> str | None:
 
 @RULES.rule((Op.ACC, Op.SET), _one_plain_type, in_window)
 def _write_window(node: Tensor, target: Target) -> list[Launch]:
-    """ACC and SET: the result is `a`, but for a window that takes b's shape, where b is added or put."""
+    """ACC and SET: the result is `a`, with `b` added to, or written to, a view of b's shape."""
     a, b = node.sources
     p, d, y = node.params, Mem.of(node), Mem.of(b)
     window = d.window(b.ne, (node.dtype.type_size, p["nb1"], p["nb2"], p["nb3"]), p["offset"])

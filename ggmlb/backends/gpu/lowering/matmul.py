@@ -15,10 +15,10 @@ from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
 
 READ_IN_EIGHTS = types_with("DEQ8_FN", "rows.h", "rows_k.h")
-"""Types whose rows the kernels read."""
+"""Types of weights that the kernels read, eight elements at a time."""
 
 VEC_COLUMNS = 8
-"""Most columns for which each row of the weights is decoded once for all of them."""
+"""Most columns of the matrix-vector kernel, which dequantises each row of the weights once for all."""
 
 TILE = 64
 TILE_WG = 256
@@ -27,7 +27,7 @@ PANEL_COLUMNS = 252
 PANEL_K = 256
 
 MIN_COLUMNS_OF_EXPERT = 2
-"""Least columns per expert for which they are gathered, so that the expert's rows are decoded once."""
+"""Fewest columns per expert for which they are gathered, to dequantise the expert's rows once."""
 
 
 PRODUCT: Final = operands(READ_IN_EIGHTS, FLOATS), in_rows(0, 1)
@@ -35,7 +35,7 @@ PRODUCT: Final = operands(READ_IN_EIGHTS, FLOATS), in_rows(0, 1)
 
 
 def has_tiles(target: Target) -> bool:
-    """Whether many columns are computed in panels, or in tiles by groups that the device can have."""
+    """Whether the tiled kernels for many columns run here: always on CPUs, else with groups of 256."""
     return target.on_cpu or target.max_wg >= TILE_WG
 
 
@@ -52,17 +52,17 @@ def _rows_per_group(target: Target, a: Mem, n_columns: int) -> int:
 
 
 def _rows_at_once(target: Target, a: Mem, columns: int) -> int:
-    """Return how many rows of the weights a group takes side by side, to have independent sums to work on."""
+    """Return the number of rows of the weights that a group computes at once, for independent sums."""
     if not target.on_cpu:
         return 1
     return max(1, min(2 if a.dtype.is_quantized else 4, 8 // columns))
 
 
 def too_many_groups(target: Target, y: int, z: int) -> str | None:
-    """Return why a grid of so many groups in its second and third dimensions is declined, if it is."""
+    """Return why a grid of `y` by `z` groups (dimensions 1 and 2) is too large for the device, or `None`."""
     if y <= target.max_groups >= z:
         return None
-    return f"its {y} x {z} groups of work are more than the {target.max_groups} that the device takes"
+    return f"its {y} x {z} groups of work exceed the device's limit of {target.max_groups}"
 
 
 def _columns_fit(node: Tensor, target: Target) -> str | None:
@@ -110,14 +110,14 @@ def _launch(
 
 
 def _columns_per_group(target: Target, m: int, n: int, n_matrices: int) -> int:
-    """Return a multiple of 3 near which all cores have work, and a panel once decoded is used long enough."""
+    """Return a multiple of 3 that balances work for all cores against reuse of a dequantised panel."""
     panels = -(-m // PANEL_ROWS) * n_matrices
     shares = max(1, -(-4 * target.n_units // panels))
     return max(48, min(PANEL_COLUMNS, -(-n // shares) + 2)) // 3 * 3
 
 
 def _expert_tiles(node: Tensor, target: Target) -> tuple[int, int] | None:
-    """Return the groups over columns and experts, if each expert's columns are gathered to tiles."""
+    """Return the number of groups over columns and over experts; `None` without gathering in tiles."""
     n_experts, (slots, tokens) = node.operand(0).ne[2], node.operand(2).ne[:2]
     if not has_tiles(target) or not n_experts or slots * tokens < MIN_COLUMNS_OF_EXPERT * n_experts:
         return None
@@ -159,7 +159,7 @@ def _out_prod(node: Tensor, target: Target) -> list[Launch]:
 
 
 class Glu(NamedTuple):
-    """The second product of a gated unit."""
+    """The second product (up) of a gated unit, and the unit's activation and parameters."""
 
     a: Mem
     bias: Mem | None
@@ -172,10 +172,10 @@ def _can_add(group: Group, target: Target) -> str | None:
     weights, x = group["mul_mat"].sources
     other = group.other("add")
     if other.ne[0] > 1 and other.nb[0] != other.dtype.type_size:
-        return "what is added is not in rows"
-    # Of long rows, a panel adds up parts in the result's memory before it reads what is added.
+        return "the bias or residual does not have contiguous rows"
+    # For long rows, a panel accumulates in the result's memory before it reads the residual.
     in_parts = target.on_cpu and x.ne[1] > VEC_COLUMNS and weights.ne[0] > PANEL_K
-    return "the sum takes the place of what is added" if in_parts and overlap(group.result, other) else None
+    return "the result overlaps the residual" if in_parts and overlap(group.result, other) else None
 
 
 @RULES.rule("mul_mat_add", on=_can_add)
@@ -188,7 +188,9 @@ def _mul_mat_add(group: Group, target: Target) -> list[Launch]:
 def _few_of_one_packing(group: Group) -> str | None:
     packings = {Mem.of(product.node.operand(0)).packing for product in group.products}
     return (
-        None if group.result.ne[1] <= VEC_COLUMNS and len(packings) == 1 else "many columns, or two packings"
+        None
+        if group.result.ne[1] <= VEC_COLUMNS and len(packings) == 1
+        else "many columns, or weights in different buffer types"
     )
 
 
@@ -199,14 +201,14 @@ def _glu(group: Group, target: Target) -> list[Launch]:
 
 
 def gated(group: Group) -> tuple[Mem, Mem | None, Glu]:
-    """Return the weights and bias of the product that is activated, and the other one."""
+    """Return weights and bias of a gated unit's activated product (gate), and its other product (up)."""
     p = group["glu"].params
     (weights, bias), up = (_operands(product, group.result.ne[0]) for product in group.products)
     return weights, bias, Glu(*up, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))
 
 
 def _operands(product: Product, m: int) -> tuple[Mem, Mem | None]:
-    """Return `m` rows of the weights of a product, and what is added to what they give."""
+    """Return `m` rows of the weights of a product, and the same part of its bias."""
     node, added, first = product
     a = Mem.of(node.operand(0))
     weights = a.window((a.ne[0], m, *a.ne[2:]), offset=first * a.nb[1])

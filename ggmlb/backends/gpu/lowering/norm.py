@@ -41,7 +41,7 @@ def _launch(
     scale: Mem | None = None,
     shift: Mem | None = None,
 ) -> Launch:
-    """Return the launch of `d = norm(a + added) * scale + shift`, which leaves the sum in `kept`."""
+    """Return the launch of `d = norm(a + added) * scale + shift`, which stores `a + added` to `kept`."""
     kernel = "rms_norm" if node.op is Op.RMS_NORM else "layer_norm"
     given = {"ADDED": added, "KEEP": kept, "SCALED": scale, "SHIFTED": shift}
     mems = [a, added or a, kept or d, scale or a, shift or a, d]

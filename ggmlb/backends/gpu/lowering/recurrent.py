@@ -17,7 +17,7 @@ def _ssm_conv(node: Tensor, target: Target) -> list[Launch]:
 
 
 def lines(target: Target, n: int) -> tuple[int, int, int]:
-    """Return the groups for `n` lines of states, or other things that one work-item goes through alone."""
+    """Return the grid for `n` work-items, each with a line of the state (a few per core on CPUs)."""
     return (min(n, 8 * target.n_units) if target.on_cpu else -(-n // target.wg), 1, 1)
 
 

@@ -1,4 +1,4 @@
-"""Sums, running sums, sorting and choosing; losses, and steps of optimisers."""
+"""Sums, cumulative sums, sorting and top-k; losses, and optimiser steps."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _rope(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _launch(node: Tensor, target: Target, d: Mem, put: Tensor | None) -> Launch:
-    """Return the launch that writes to `d`: to the rows of a cache that `put`, if given, names."""
+    """Return the launch that writes to `d`, or to the rows of a cache given by `put`."""
     a, positions = node.operand(0), node.operand(1)
     factors = node.optional(2)
     p = node.params
@@ -50,16 +50,16 @@ def _launch(node: Tensor, target: Target, d: Mem, put: Tensor | None) -> Launch:
 
 
 def _vector_width(a: Mem, d: Mem, side_by_side: bool, n_pairs: int, first: int) -> int:
-    """Return how many neighbours are turned at once: of one half, or of pairs side by side."""
+    """Return the vector width along rows [elements]; 1 if pairs or the offset are not whole vectors."""
     vec = vector_width([a, d])
     is_whole = (2 * n_pairs if side_by_side else n_pairs) % vec == first % vec == 0
     return vec if is_whole else 1
 
 
 def _heads_of_group(node: Tensor, n_pieces: int, target: Target) -> int:
-    """Return how many heads a group turns by the same angles: all, or as many as keep all its items busy.
+    """Return the number of heads that a group rotates by the same angles: all, or enough for its work-items.
 
-    Of more tokens than there are multiprocessors by far, four times as many.
+    With far more tokens than multiprocessors, four times as many.
     """
     heads = node.ne[1]
     if target.on_cpu:
@@ -76,7 +76,7 @@ def _to_floats(group: Group) -> str | None:
 
 @RULES.rule("rope_set_rows", _to_floats)
 def _put(group: Group, target: Target) -> list[Launch]:
-    """Write the heads of a token side by side into the row of the cache that is named for it."""
+    """Write all heads of a token to the row of the cache that the index selects."""
     node, cache = group["rope"], group.result
     size = cache.dtype.type_size
     d = Mem.of(cache).window(node.ne, (size, size * node.ne[0], cache.nb[1], cache.nb[2]))

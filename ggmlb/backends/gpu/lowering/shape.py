@@ -1,4 +1,4 @@
-"""Tiling, joining, padding, rolling, diagonals, numbers that follow from indices, interpolation, windows."""
+"""repeat, concat, pad, roll, diag, tri, arange, timestep embeddings, upscale, and image windows."""
 
 from __future__ import annotations
 
