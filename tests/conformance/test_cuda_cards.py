@@ -144,7 +144,7 @@ def test_a_pipeline_over_cards(
     [
         ("", True, True, None),
         ("0", True, False, None),
-        ("1", True, True, "direct copies damage the data"),
+        ("1", True, True, "direct copies corrupt the data"),
         ("1", False, True, "CUDA offers no direct copies"),
         ("1", True, False, None),
     ],

@@ -187,4 +187,7 @@ def test_after_an_error_of_nccl_the_next_sum_works() -> None:
         "    stream.synchronize()\n"
         "print([t.to_numpy()[0].item() for t in tensors])\n"
     )
-    assert told.splitlines() == ["NCCL cannot sum: unhandled system error", "[3.0, 3.0]"]
+    assert told.splitlines() == [
+        "NCCL's all-reduce of 100 f32 elements failed: unhandled system error",
+        "[3.0, 3.0]",
+    ]

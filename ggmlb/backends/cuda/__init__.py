@@ -53,7 +53,7 @@ class CudaReg(BackendReg):
 
     @cached_property
     def peers(self) -> PeerAccess:
-        """The direct copies between its devices."""
+        """Peer-to-peer copies between its devices."""
         from ggmlb.backends.cuda.buffer import PeerAccess
 
         return PeerAccess()
@@ -104,14 +104,16 @@ def load_driver() -> Driver:
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"CuPy cannot be imported ({error}): {INSTALL}") from error
     except Exception as error:
-        raise BackendBroken(f"CuPy fails to load: {error}") from error
+        raise BackendBroken(
+            f"CuPy is installed but cannot be loaded: {error}; reinstall it with {INSTALL}"
+        ) from error
     from ggmlb.backends.cuda.cupy_driver import CupyDriver
 
     return CupyDriver()
 
 
 def count_devices(driver: Driver) -> int:
-    """Return the number of devices, at least 1.
+    """Return the number of devices; raise if there is none.
 
     Raises:
         BackendUnavailable: There is no driver or no card.

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from ggmlb.interface.data import Bytes, Pieces
 
 MAX_HELD = 64
-"""Number of kept host arrays of transfers at which finished ones are dropped."""
+"""Number of host arrays held for transfers at which those of finished transfers are dropped."""
 
 STAGED_NBYTES = 64 << 10
-"""Largest write of pageable memory that CUDA takes over at once [bytes]; others may wait for the stream."""
+"""Largest write of pageable memory that CUDA stages at once [bytes]; others may wait for the stream."""
 
 
 class CudaBackend(GpuBackend):
@@ -77,7 +77,7 @@ class CudaBackend(GpuBackend):
     # -- graphs --------------------------------------------------------------------------------
 
     def can_fuse(self, group: Group) -> bool:
-        """Whether a kernel computes a group of nodes at once."""
+        """Whether a fused kernel computes the group."""
         return can_fuse(group, self.device.target)
 
     def _plan(self, graph: Graph) -> GraphPlan:
@@ -195,13 +195,13 @@ class CudaBackend(GpuBackend):
             self._driver.stream_wait(self.stream.handle, event.handle)
 
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """One after the other: CUDA would wait under the stream's lock."""
+        """As `GpuBackend.finish_and_read`; waits first, because the copy would block under the lock."""
         self.finish()
         what = f"read the index record of {self.name}"
         cast("CudaBuffer", buffer).copy(what, CopyKind.TO_HOST, 0, words)
 
     def finish(self) -> None:
-        """Wait for all queued work, and free what it used."""
+        """Wait for all queued work, and free memory that it kept in use."""
         guard.enter(f"synchronize {self.name}")
         try:
             n = self._n_held  # others may queue more before the wait ends

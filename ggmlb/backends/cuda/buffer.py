@@ -31,7 +31,7 @@ ALIGNMENT = 256
 """Alignment of tensors [bytes]: that of cudaMalloc, and more than any kernel or cuBLAS needs."""
 
 PATTERN_NBYTES = 1 << 20
-"""Bytes that are sent between cards to try direct copies."""
+"""Size of the pattern that tests peer-to-peer copies [bytes]."""
 
 
 class CudaBufferType(BufferType):
@@ -87,14 +87,14 @@ class CudaBuffer(GpuBuffer):
 
     @property
     def base(self) -> Any:
-        """The memory as a flat uint8 array of the array library."""
+        """The memory as a flat uint8 CuPy array."""
         if self._array is None:
             driver, index = self.device.driver, self.device.index
             self._array = driver.array(self.address, self.size, index, self._memory)
         return self._array
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """Wait for queued work first, because the protocols allow immediate reads."""
+        """As `Buffer.exported`; waits for queued work, because importers (DLPack) may read at once."""
         with cuda_errors(self.device.driver, f"{call} of {tensor.describe()}"), self.device.on():
             for stream in [s for s in self.streams if s.handle]:
                 stream.synchronize()
@@ -108,7 +108,7 @@ class CudaBuffer(GpuBuffer):
     def queue(
         self, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces, stream: int
     ) -> None:
-        """Queue a copy between host memory and the memory from `start` on, at an offset or in pieces."""
+        """Queue a copy between `host` and the buffer; `where` is an offset from `start`, or 2D pieces."""
         driver, is_write = self.device.driver, kind is CopyKind.TO_DEVICE
         there, here = self.address + start, address_of(host)
         if isinstance(where, int):
@@ -123,7 +123,7 @@ class CudaBuffer(GpuBuffer):
     def copy(
         self, call: str, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces = 0
     ) -> None:
-        """As `queue`, after the work that uses the buffer, and wait for it."""
+        """Copy as `queue` on the transfer stream, after all work that uses the buffer, and wait for it."""
         self._transfer(call, lambda stream: self.queue(kind, start, host, where, stream))
 
     def _move(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, where: int | Pieces) -> None:
@@ -153,7 +153,7 @@ class CudaBuffer(GpuBuffer):
         )
 
     def can_copy(self, src: Tensor, dst: Tensor) -> bool:
-        """Whether the source is on a card, and the tensors do not overlap."""
+        """Whether the source is in a CUDA buffer, and the tensors do not overlap."""
         return isinstance(src.buffer, CudaBuffer) and not overlap(src, dst)
 
     def _copy_from(self, src: Tensor, dst: Tensor) -> None:
@@ -179,10 +179,10 @@ class CudaBuffer(GpuBuffer):
 
 
 class PeerAccess:
-    """Direct copies between cards with GGMLB_CUDA_P2P=1; without, CUDA copies by way of the host.
+    """Peer-to-peer copies between cards with GGMLB_CUDA_P2P=1; without, CUDA copies through the host.
 
-    CUDA's own word is not enough: where an IOMMU translates, direct copies report success and damage the
-    data. So a pattern is sent both ways before a pair is used.
+    `cudaDeviceCanAccessPeer` is not enough: where an IOMMU translates, peer copies report success and corrupt
+    the data. So each pair of cards is tested by copies of a pattern before use.
     """
 
     def __init__(self) -> None:
@@ -190,14 +190,14 @@ class PeerAccess:
         self._works: dict[tuple[int, int], bool] = {}
 
     def enable(self, a: CudaDevice, b: CudaDevice) -> None:
-        """Enable direct copies of two cards at their first copy; not to be called with a stream's lock."""
+        """Enable peer copies of two cards, at their first copy; the caller must hold no stream's lock."""
         if a is b or not env.flag("GGMLB_CUDA_P2P", default=False):
             return
         first, second = sorted((a, b), key=lambda device: device.index)
         with self._lock:
             pair = first.index, second.index
             if pair not in self._works:
-                self._works[pair] = False  # also if the trial fails
+                self._works[pair] = False  # also if the test raises
                 self._works[pair] = self._try(first, second)
 
     def _try(self, a: CudaDevice, b: CudaDevice) -> bool:
@@ -208,7 +208,7 @@ class PeerAccess:
                 return True
             for x, y in enabled:
                 driver.disable_peer(x.index, y.index)
-        why = "direct copies damage the data" if len(enabled) == 2 else "CUDA offers no direct copies"
+        why = "direct copies corrupt the data" if len(enabled) == 2 else "CUDA offers no direct copies"
         warnings.warn(
             f"GGMLB_CUDA_P2P=1, but between {a.name} and {b.name} {why}: they go by way of the host",
             RuntimeWarning,
@@ -236,14 +236,14 @@ def _arrives(source: CudaDevice, target: CudaDevice) -> bool:
 
 
 def can_pitch(where: int | Pieces) -> bool:
-    """Whether a copy is one CUDA command: pieces do not overlap, and the pitch is within limits."""
+    """Whether a copy is one CUDA command: for 2D pieces, the pitches must be within cudaMemcpy2D's limits."""
     if isinstance(where, int):
         return True
     return all(where.size <= pitch < 1 << 31 for pitch in (where.stride_tensor, where.stride_data))
 
 
 def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
-    """Queue a copy between tensors in CUDA buffers, of one device or two."""
+    """Queue a copy between tensors in CUDA buffers of the same or different devices."""
     source, target = src.buffer, dst.buffer
     assert isinstance(source, CudaBuffer)
     assert isinstance(target, CudaBuffer)
@@ -301,7 +301,7 @@ class Pages:
         self._is_writeable = array.flags.writeable
 
     def holds(self, other: Pages) -> bool:
-        """Whether it contains a range, and is writable if that is."""
+        """Whether it contains the range `other`, and is writable if that is."""
         may_be_used = self._is_writeable or not other._is_writeable
         return may_be_used and self.start <= other.start and other.stop <= self.stop
 
@@ -323,7 +323,7 @@ class Registrations:
         self.pages: weakref.WeakSet[Pages] = weakref.WeakSet()
 
     def add(self, array: Bytes) -> bool:
-        """Lock an array's pages until as many calls of `remove`; return whether the system allowed it.
+        """Page-lock an array's memory; return whether the system allowed it. Each `add` needs a `remove`.
 
         Source: ggml_backend_cuda_register_host_buffer.
         """
@@ -333,7 +333,7 @@ class Registrations:
         return pages is not None
 
     def remove(self, address: int) -> None:
-        """Undo an `add` of an array at an address (ggml_backend_cuda_unregister_host_buffer)."""
+        """Undo one `add` of the array at an address (ggml_backend_cuda_unregister_host_buffer)."""
         added = self._added.get(address)
         if added:
             added.pop()

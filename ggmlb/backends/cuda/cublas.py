@@ -1,4 +1,4 @@
-"""Gemm: products of dense matrices in the terms of cuBLAS; and direct calls of it.
+"""Gemm: matrix products in the terms of cuBLAS; and calls of cuBLAS by ctypes.
 
 ggml's matrices are row-major and cuBLAS's column-major, so that cuBLAS reads each one transposed: `a`, ne
 `[k, m]`, is a k x m matrix of columns; `b`, ne `[k, n]`, is k x n; and `d`, ne `[m, n]`, is m x n. Hence
@@ -69,7 +69,7 @@ MAX_CALLS = 2
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A product of matrices, or a batch of them; accumulated in f32.
+    """A matrix product, or a batch of them, as a cuBLAS call; accumulated in f32.
 
     Attributes:
         a: Rows of `k` elements: the weights.
@@ -287,4 +287,4 @@ class CuBlas:
     def _check(self, name: str, *args: Any) -> None:
         status = getattr(self._lib, name)(*args)
         if status:
-            raise BackendError(f"{name}: {_STATUS.get(status, 'status')} ({status})")
+            raise BackendError(f"cuBLAS failed in {name}: {_STATUS.get(status, 'status')} ({status})")

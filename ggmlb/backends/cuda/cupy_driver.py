@@ -45,7 +45,7 @@ OLDEST = 75
 
 
 class CupyDriver:
-    """CUDA through CuPy: `Driver` says what the calls do; those that CuPy has are taken as they are."""
+    """Implementation of `Driver` by CuPy, whose functions are used directly where they match."""
 
     errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
 
@@ -85,7 +85,7 @@ class CupyDriver:
         )
 
     def on(self, device: int) -> _On:
-        """By its primary context: cudaSetDevice, to restore device 0, would make a context there."""
+        """As `Driver.on`; sets the primary context, because cudaSetDevice would create one on device 0."""
         return _On(self._contexts.get(device) or self._retain(device))
 
     def _retain(self, device: int) -> int:
@@ -101,7 +101,7 @@ class CupyDriver:
         return self._contexts[device]
 
     def _any(self) -> _On:
-        """Make a device that is in use the current one: what is asked for then concerns all."""
+        """Make a device that is in use the current one, for calls that concern all devices."""
         return self.on(next(iter(self._contexts), 0))
 
     def memory_info(self, device: int) -> tuple[int, int]:
@@ -110,7 +110,7 @@ class CupyDriver:
         return int(free), int(total)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """By the status, equal in runtime and driver; an error without status is of CuPy's memory pool."""
+        """As `Driver.is_out_of_memory`; errors of CuPy's memory pool have no status."""
         return getattr(error, "status", OUT_OF_MEMORY) == OUT_OF_MEMORY
 
     def trim(self) -> None:
@@ -130,7 +130,7 @@ class CupyDriver:
         return int(rt.pointerGetAttributes(address).device)
 
     def pinned(self, nbytes: int) -> Bytes:
-        """By cudaHostAlloc; freed with the last view."""
+        """As `Driver.pinned`, by cudaHostAlloc; freed with the last view."""
         with self._any():
             address = int(rt.hostAlloc(nbytes, rt.hostAllocPortable))
         memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -143,7 +143,7 @@ class CupyDriver:
             rt.freeHost(address)
 
     def is_pinned(self, array: Bytes) -> bool:
-        """By cudaPointerGetAttributes of both ends."""
+        """As `Driver.is_pinned`, by cudaPointerGetAttributes of the first and last byte."""
         first = address_of(array)
         ends = (first, first + max(array.size, 1) - 1)
         return all(rt.pointerGetAttributes(at).type == HOST_MEMORY for at in ends)
@@ -164,7 +164,7 @@ class CupyDriver:
         return _is_ready(rt.streamQuery(stream))
 
     def event_new(self, timed: bool = False) -> int:
-        """Without timing by default, which is faster."""
+        """As `Driver.event_new`; events without timing are faster."""
         return int(rt.eventCreateWithFlags(rt.eventDefault if timed else rt.eventDisableTiming))
 
     def event_done(self, event: int) -> bool:
@@ -188,7 +188,7 @@ class CupyDriver:
             rt.deviceDisablePeerAccess(peer)
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
-        """Compile by NVRTC through CuPy's cache; pass the argument block unchanged."""
+        """As `Driver.bind`; compiles by NVRTC through CuPy's disk cache."""
         function = self._function(launch, device)
         packet = _Packet(block)
         (x, y, z), wg, extra, run = launch.groups, launch.wg, packet.address, cu.launchKernel
@@ -199,7 +199,7 @@ class CupyDriver:
         return call
 
     def prepare(self, launches: Sequence[Launch], device: int) -> None:
-        """Compile kernels not in memory yet; from CuPy's disk cache, each takes milliseconds."""
+        """As `Driver.prepare`; kernels in CuPy's disk cache take milliseconds each."""
         missing = {_key(x, device): x for x in launches if _key(x, device) not in self._functions}
         if missing:
             with progress.task(f"CUDA{device}: compiling kernels", len(missing)) as task:
@@ -226,7 +226,7 @@ class CupyDriver:
                     self._functions[key] = function
                 except self.errors:
                     raise
-                except Exception as error:  # the compiler's, or of what looks for it and for CUDA's headers
+                except Exception as error:  # of the compiler, or of the search for it and for CUDA's headers
                     raise BackendError(self._uncompiled(name, device, error)) from error
         return int(self._functions[key].ptr)
 
@@ -249,18 +249,18 @@ class CupyDriver:
         return library()
 
     def collective(self, devices: Sequence[int]) -> Collective | None:
-        """By NCCL, if its library can be loaded."""
+        """As `Driver.collective`, by NCCL."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy warns where there is no NCCL
             from cupy.cuda import nccl
         return _Nccl(nccl, devices) if nccl.available else None
 
     def capture_begin(self, stream: int) -> None:
-        """In relaxed mode, so that other threads may allocate."""
+        """As `Driver.capture_begin`, in relaxed mode, so that other threads may allocate."""
         rt.streamBeginCapture(stream, rt.streamCaptureModeRelaxed)
 
     def exec_update(self, executable: int, graph: int) -> bool:
-        """By cuGraphExecUpdate, which CuPy does not bind; runtime and driver share graph handles."""
+        """As `Driver.exec_update`, by cuGraphExecUpdate, which CuPy does not bind."""
         outcome = (ctypes.c_uint64 * 3)()  # CUgraphExecUpdateResultInfo: a result and two nodes
         status = libcuda().cuGraphExecUpdate_v2(
             ctypes.c_void_p(executable), ctypes.c_void_p(graph), ctypes.byref(outcome)
@@ -273,7 +273,7 @@ def libcuda() -> Any:
     """Load NVIDIA's driver, for functions that CuPy does not bind.
 
     Raises:
-        CUDARuntimeError: It is missing: cudaErrorInsufficientDriver, as the runtime says.
+        CUDARuntimeError: It is missing: cudaErrorInsufficientDriver, as from the runtime.
     """
     try:
         return ctypes.CDLL("libcuda.so.1")
@@ -323,7 +323,9 @@ class _Nccl:
                 raise
             nccl.groupEnd()
         except nccl.NcclError as error:
-            raise BackendError(f"NCCL cannot sum: {error}") from None
+            raise BackendError(
+                f"NCCL's all-reduce of {n:,} {dtype.name.lower()} elements failed: {error}"
+            ) from None
 
     def free(self) -> None:
         """Destroy the communicators."""

@@ -78,7 +78,7 @@ class CudaDevice(GpuDevice):
 
     @cached_property
     def target(self) -> Target:
-        """Parameters of the kernels' work split."""
+        """Number of multiprocessors, block size and limits, by which rules choose grids."""
         return Target(False, self.facts.n_units, WG, max_groups=MAX_GROUPS, blas=self.has_blas)
 
     @cached_property
@@ -129,13 +129,13 @@ class CudaDevice(GpuDevice):
         may_lock = env.flag("GGMLB_CUDA_REGISTER_HOST", default=False)
         return Caps(async_=True, host_buffer=True, buffer_from_host_ptr=may_lock, events=True)
 
-    # -- what it gives -------------------------------------------------------------------------
+    # -- buffers and streams --------------------------------------------------------------------
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
         """Open a stream.
 
         Args:
-            params: There are none.
+            params: None are accepted.
 
         Raises:
             ArgumentError: A parameter was given.
@@ -175,9 +175,9 @@ class CudaDevice(GpuDevice):
         return buft.registrations.buffer(buft, host_bytes(array, "buffer_from_host_ptr"))
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
-        """Use the memory of an array on this device with `__cuda_array_interface__`, such as CuPy's.
+        """Wrap an array on this device with `__cuda_array_interface__`, such as CuPy's, without a copy.
 
-        Waits for work on the stream that the array names.
+        Waits for the array's stream, if it has one.
         """
         interface = getattr(array, "__cuda_array_interface__", None)
         if interface is None:
@@ -198,8 +198,8 @@ class CudaDevice(GpuDevice):
         """Return an event to record on the device's streams."""
         return CudaEvent(self)
 
-    # -- what it can do ------------------------------------------------------------------------
+    # -- supported ops -------------------------------------------------------------------------
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the node cannot be computed, from the tables used for lowering."""
+        """Return why the node cannot be computed, or `None` if it can."""
         return declines(op, self.target)

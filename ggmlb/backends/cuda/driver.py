@@ -1,7 +1,7 @@
 """Driver: the interface to CUDA, with the few calls that the backend needs.
 
-`CupyDriver` has them for a card. All other modules of this package use `Driver`, so that they run
-with the same plans, arguments and order of work on any implementation.
+`CupyDriver` implements it for cards; tests have an implementation without one. All other modules of this
+package use only this interface.
 
 Streams, events, graphs and addresses are plain integers, as in CUDA, independent of garbage collection
 and exit order. Each is released only by a call here.
@@ -70,10 +70,10 @@ class Collective(Protocol):
 
 
 class Driver(Protocol):
-    """Interface to CUDA, which mypy compares with CuPy's and the tests' driver.
+    """Interface to CUDA, implemented over CuPy and, for tests without a card, in memory.
 
-    Calls are made inside `on(device)`, except those on devices and on host memory: elsewhere CUDA would
-    make a context on the first device. Failures raise one of `errors`.
+    Calls must be made inside `on(device)`, except those on devices and on host memory: otherwise CUDA would
+    create a context on device 0. Failures raise one of `errors`.
     """
 
     @property
@@ -89,7 +89,7 @@ class Driver(Protocol):
         """Return the properties of a device."""
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Context manager that makes a device this thread's current one; others get no context."""
+        """Context manager that makes a device this thread's current one; creates no context on others."""
 
     def memory_info(self, device: int) -> tuple[int, int]:
         """Return free and total memory [bytes]."""
@@ -103,10 +103,10 @@ class Driver(Protocol):
         """Return the address of new memory on the current device."""
 
     def free(self, address: int) -> None:
-        """Free memory of `malloc`, which no work may use any more."""
+        """Free memory of `malloc`; queued work must not use it."""
 
     def trim(self) -> None:
-        """Free the memory of the current device that the array library caches."""
+        """Free the memory that CuPy's pools cache on the current device."""
 
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
         """View device memory as a flat uint8 array of CuPy, which keeps `owner` alive."""
@@ -120,10 +120,10 @@ class Driver(Protocol):
         """Return the device that an address is on."""
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory for all devices, which exists as long as views of it."""
+        """Return page-locked host memory for all devices, freed with the last view of it."""
 
     def is_pinned(self, array: Bytes) -> bool:
-        """Whether an array's memory is page-locked: copies of other memory may wait for the device."""
+        """Whether an array's memory is page-locked; copies of pageable memory may block."""
 
     def register(self, array: Bytes) -> None:
         """Page-lock an array's memory in place."""
@@ -158,7 +158,7 @@ class Driver(Protocol):
         """Move the event to the end of a stream's work."""
 
     def event_done(self, event: int) -> bool:
-        """Whether the event is reached: never right after it is recorded."""
+        """Whether the event is reached (cudaEventQuery)."""
 
     def event_synchronize(self, event: int) -> None:
         """Block until the event is reached."""
@@ -190,7 +190,7 @@ class Driver(Protocol):
         """Queue a copy between devices: directly if they are peers, else through the host."""
 
     def enable_peer(self, device: int, peer: int) -> bool:
-        """Let a device access a peer's memory; return whether CUDA says that it can."""
+        """Let a device access a peer's memory; return whether CUDA supports it."""
 
     def disable_peer(self, device: int, peer: int) -> None:
         """Undo `enable_peer`."""
@@ -201,7 +201,7 @@ class Driver(Protocol):
     # -- work ----------------------------------------------------------------------------------
 
     def prepare(self, launches: Sequence[Launch], device: int) -> None:
-        """Compile the kernels of launches that `bind` will be called with."""
+        """Compile the kernels of launches, with a progress display, before `bind`."""
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         """Compile a launch's kernel; return the call that runs it with an argument block."""

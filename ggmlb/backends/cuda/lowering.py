@@ -1,7 +1,7 @@
 """Lowering of nodes to steps.
 
 The rules of CUDA-only kernels and cuBLAS (`kernels`) come before those of the portable kernels. A product
-with a split weight is computed by several devices, outside CUDA graphs.
+with a row-split weight is computed by several devices, outside CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.parallel import row_split
 
 Request: TypeAlias = Launch | Gemm
-"""What is queued for an item, before it is bound."""
+"""A kernel launch or cuBLAS call, before memory is bound."""
 
 
 def declines(node: Tensor, target: Target) -> str | None:
-    """Return why nothing here computes a node; `None` if something does."""
+    """Return why a card cannot compute a node, or `None` if it can."""
     return row_split.declines(node) or RULES.declines(node, target)
 
 
 def can_fuse(group: Group, target: Target) -> bool:
-    """Whether a kernel computes a group of nodes at once, and faster than one by one."""
+    """Whether a fused kernel computes the group, faster than kernels for each node."""
     split = any([row_split.is_split(node) for node in group.nodes])
     return not split and RULES.find(group, target) is not None
 
 
 class CudaLowering(NamedTuple):
-    """Lowers items for a card; a request's block of arguments is its kernel's, or cuBLAS' addresses."""
+    """Lowering of nodes and groups to kernel launches and cuBLAS calls (see `gpu.kinds.KindLowering`)."""
 
     target: Target
 
@@ -44,7 +44,7 @@ class CudaLowering(NamedTuple):
         return [x for x in lower(item, self.target, RULES) if not isinstance(x, Launch) or 0 not in x.groups]
 
     def step(self, request: Request, slots: tuple[int, ...]) -> tuple[Request, Hashable]:
-        """As `gpu.kinds.KindLowering.step`: the request, and its key without arguments."""
+        """As `gpu.kinds.KindLowering.step`; with the key by which CUDA graphs are reused."""
         if isinstance(request, Launch):
             return request, (request.kernel.name, request.defines, request.wg)
         # The library may use other kernels for other shapes.

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from ggmlb.parallel.row_split import RowSplitProduct
 
 MAX_IDLE = 32
-"""Most executable graphs of dropped plans kept for reuse."""
+"""Maximum number of executable graphs of dropped plans kept for reuse."""
 
 LEAST_STEPS = 2
-"""Least steps of a segment to capture; fewer are launched as fast one by one."""
+"""Fewest steps of a captured segment; fewer are launched as fast one by one."""
 
 
 def uses_graphs() -> bool:
@@ -50,17 +50,17 @@ def uses_graphs() -> bool:
 
 
 class Step(NamedTuple):
-    """A call on a stream, and its key without arguments; `None` if it cannot be captured."""
+    """A call to queue on a stream, and its key for reuse of graphs; no key: it cannot be captured."""
 
     call: Call
     key: Hashable | None
 
 
 class CudaPlan(GpuPlan[Step]):
-    """A plan of steps bound to addresses, because a captured graph keeps no buffer alive.
+    """A graph's steps, bound to addresses and captured in CUDA graphs; keeps their buffers alive.
 
     Attributes:
-        segments: Its steps, divided where some cannot be captured.
+        segments: Its steps, divided at those that cannot be captured.
     """
 
     if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class IdleGraphs:
         self._is_closed = False
 
     def take(self, key: Hashable) -> int | None:
-        """Return an idle graph captured from steps of the same keys."""
+        """Remove and return an executable graph of steps with the same keys; `None` if there is none."""
         for executable, its_key in reversed(list(self._idle.items())):
             if its_key == key and self._idle.pop(executable, None) is not None:
                 return executable
@@ -179,7 +179,7 @@ class IdleGraphs:
             self._driver.exec_free(held.pop())
 
     def trim(self, n_kept: int = MAX_IDLE) -> None:
-        """Release all but the newest; not to be called from a finaliser."""
+        """Release all but the newest `n_kept`; must not be called from a finaliser."""
         while len(self._idle) > n_kept:
             executable, _ = self._idle.popitem(last=False)
             with self._driver.on(self._device):

@@ -1,4 +1,4 @@
-"""The optional functions of the registration, for `BackendReg.get_proc_address`; among them sums by NCCL."""
+"""The optional functions of the registration, for `BackendReg.get_proc_address`, as all-reduce by NCCL."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def get_features(reg: CudaReg) -> list[tuple[str, str]]:
 
 
 def driver_version(device: Device) -> str:
-    """Return the CUDA versions of the driver and of CuPy's runtime: `"CUDA 13.0, runtime 12.9"`."""
+    """Return the CUDA versions of driver and runtime, as `"CUDA 13.0, runtime 12.9"`."""
     from cupy.cuda import runtime
 
     driver, ours = (
@@ -65,8 +65,8 @@ def driver_version(device: Device) -> str:
 def register_host_buffer(reg: CudaReg, array: npt.NDArray[Any]) -> bool:
     """Page-lock a contiguous array's memory, so that transfers from and to it are fast.
 
-    The array is kept until as many calls of `unregister_host_buffer(array)`. Arrays within a locked one
-    share its lock; an array that is partly in another cannot be locked.
+    Each call needs an `unregister_host_buffer(array)`; until then, the array is kept alive. Arrays within a
+    locked one share its lock; an array that is partly in another cannot be locked.
 
     Returns:
         Whether the system allowed it.
@@ -85,7 +85,7 @@ SUMMED = frozenset({DType.F32, DType.F16, DType.BF16})
 
 
 class Communicator:
-    """A group of streams of different cards, for sums."""
+    """A group of streams of different cards, for all-reduce sums."""
 
     def __init__(self, backends: Sequence[CudaBackend], collective: Collective) -> None:
         self.backends = tuple(backends)
@@ -93,7 +93,7 @@ class Communicator:
 
 
 def comm_init(backends: Sequence[Backend]) -> Communicator | None:
-    """Connect streams; `None` if NCCL is missing or two streams share a card.
+    """Connect streams for all-reduce; `None` if NCCL is missing or two streams share a card.
 
     Source: ggml_backend_comm_init.
     """
@@ -102,7 +102,7 @@ def comm_init(backends: Sequence[Backend]) -> Communicator | None:
     if len(own) < len(backends) or not own or len(set(cards)) < len(cards):
         return None
     driver = own[0].device.driver
-    # NCCL sets the device of before again: one of its own.
+    # NCCL restores the current device: it must be one of the group.
     with cuda_errors(driver, f"connect {', '.join(b.name for b in own)}"), own[0].device.on():
         collective = driver.collective(cards)
     return None if collective is None else Communicator(own, collective)
@@ -115,7 +115,7 @@ def comm_free(comm: Communicator) -> None:
 
 
 def comm_allreduce_tensor(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
-    """Queue on each stream the sum of all tensors, written over its own tensor.
+    """Queue an all-reduce sum, in place: each stream's tensor becomes the sum of all.
 
     Args:
         comm: From `comm_init`.

@@ -1,4 +1,4 @@
-"""Streams, events and clocks of a device, and its memory, which is released when streams are done with it."""
+"""CUDA streams, events and timing; and the memory allocator, which frees memory when streams are done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.plan import IdleGraphs
 
 Release: TypeAlias = Callable[[], object]
-"""Releases a resource that no work uses any more."""
+"""Releases a resource that no queued work uses."""
 
 N_LOOKS = 5
 """Number of clock comparisons, of which the fastest is used."""
@@ -53,7 +53,7 @@ class Stream:
             self.handle = driver.stream_new()
 
     def mark(self) -> int:
-        """Record an event after the work queued so far; return it, to be released by `unmark`."""
+        """Record an event after the work queued so far; return it, for release by `unmark`."""
         try:
             event = self._marks.pop()
         except IndexError:
@@ -79,7 +79,7 @@ class Stream:
                 event = other.mark()
                 with self.lock:
                     self._driver.stream_wait(self.handle, event)
-                other.unmark(event)  # to record it again does not move a wait that was queued
+                other.unmark(event)  # recording it again does not change queued waits
 
     def synchronize(self) -> None:
         """Block until the work queued so far is done; other threads may queue and capture meanwhile."""
@@ -196,13 +196,13 @@ class DeviceMemory:
         self._dropped.append((release, tuple(streams)))
 
     def give_back_borrowed(self, owner: object, streams: Iterable[Stream]) -> None:
-        """Keep the owner of memory of another library until the work now queued on the streams is done."""
+        """Keep `owner`, an object of another library, alive until the work now queued is done."""
         users = tuple(streams)
         if users:
-            self._dropped.append((partial(id, owner), users))  # which only holds it
+            self._dropped.append((partial(id, owner), users))  # the call does nothing: it keeps a reference
 
     def sweep_if_idle(self) -> None:
-        """As `sweep`, unless a stream of the device has work, which cudaFree would wait for."""
+        """As `sweep`, if all streams of the device are idle: cudaFree would wait for their work."""
         if not self._dropped and not self._leaving:
             return
         streams = [stream for stream in list(self.streams) if stream.handle]
@@ -211,11 +211,11 @@ class DeviceMemory:
                 self.sweep()
 
     def sweep(self, wait: bool = False) -> None:
-        """Release what was given back and no work uses any more; with `wait`, all of it."""
+        """Release resources given back whose work is done; with `wait`, wait for the work of the others."""
         if not self._dropped and not self._leaving:
             return
         driver = self._driver
-        done: list[Release] = []  # they run without the lock: an owner's code may do anything
+        done: list[Release] = []  # called without the lock, as an owner's destructor may do anything
         with driver.on(self._device):
             with self._lock:
                 while self._dropped:

@@ -1,11 +1,11 @@
 """CUDA-only kernels (dp4a, tensor cores, vector loads), and products by cuBLAS.
 
-    node ── RULES ──> Launch (these texts, or the portable ones), Gemm, or PreparedOperand (8 bits)
+    node ── RULES ──> Launch (of these or the portable kernels), Gemm, or PreparedOperand (8-bit activations)
 
-The texts use the portable prelude and headers, so that each type's decoding is written once.
+The kernels include the portable headers, so that each type's dequantisation is written once.
 """
 
-from ggmlb.backends.cuda.kernels import attention, products  # noqa: F401 (they fill the table)
+from ggmlb.backends.cuda.kernels import attention, products  # noqa: F401 (they register rules)
 from ggmlb.backends.cuda.kernels.base import PACKAGE, RULES, Step
 
 __all__ = ["PACKAGE", "RULES", "Step"]

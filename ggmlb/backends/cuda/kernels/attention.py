@@ -1,4 +1,4 @@
-"""Fused attention on tensor cores: many queries by rows, few by splitting the keys."""
+"""Fused attention on tensor cores: warps split many queries by rows, and few queries by keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.gpu import Launch, Target
 
 CACHED = frozenset({DType.F16, DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1})
-"""Types of keys and values that fit in halves: those of larger range are left to the portable kernel."""
+"""Types of keys and values within the range of f16; the portable kernel computes others."""
 
 ROWS = 16
 """Query rows of a warp."""
@@ -28,7 +28,7 @@ ROWS = 16
 MAX_HEAD_SIZE = 256
 
 _RESIDENT = (4, 3)
-"""Groups of few queries that a multiprocessor has registers for: with heads up to 64, and beyond."""
+"""Work-groups of few queries per multiprocessor, limited by registers: head sizes up to 64, and above."""
 
 BIG_HEAD = 128
 """Beyond this, queries are kept in shared memory, and tiles have fewer keys."""
@@ -38,8 +38,8 @@ def _for_tensor_cores(node: Tensor) -> str | None:
     k, v = node.operand(1), node.operand(2)
     d_k, d_v = k.ne[0], v.ne[0]
     if d_k % 16 or d_v % 16 or not d_v <= d_k <= MAX_HEAD_SIZE or k.ne[2] != v.ne[2]:
-        return f"heads of {d_k} and {d_v}"
-    return None if {k.dtype, v.dtype} <= CACHED else "keys or values that do not fit in halves"
+        return f"head sizes of {d_k} and {d_v}: only multiples of 16 up to {MAX_HEAD_SIZE}, values not larger"
+    return None if {k.dtype, v.dtype} <= CACHED else "keys or values beyond the range of f16"
 
 
 def _sets_fit(node: Tensor, target: Target) -> str | None:
@@ -57,7 +57,7 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     warps_m, warps_n = (1, 2 if big else 4) if few else (2 if big else 4, 1)
     keys = (32 if few else 16) if big else 64
     tiles = -(-k.ne[1] // keys)
-    # As many groups as run at once, not one more round of a few, and two tiles at least for each group.
+    # One wave of groups, without a partial second one, and at least two tiles per group.
     splits = max(1, min(_RESIDENT[d_k > 64] * target.n_units // n_sets, tiles // 2)) if few else 1
     per_split = -(-tiles // splits)
     splits = -(-tiles // per_split)
@@ -71,7 +71,7 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     sink_flag: dict[str, str | int] = {"SINKS": 1} if sinks is not None else {}
     parts = Scratch(4 * n_sets * splits * n_rows * d_v).mem(DType.F32, (d_v, n_rows, splits, n_sets))
     facts = Scratch(8 * n_sets * splits * n_rows).mem(DType.F32, (2, n_rows, splits, n_sets))
-    out, absent = Mem.of(node), Mem.of(q)  # an absent one is not read
+    out, absent = Mem.of(node), Mem.of(q)  # absent operands are not read
     given = [Mem.of(t) if t is not None else absent for t in (q, k, v, mask, sinks)]
     p = node.params
     numbers = p["scale"], p["logit_softcap"], p["max_bias"], *alibi(q.ne[2], p["max_bias"]), per_split * keys

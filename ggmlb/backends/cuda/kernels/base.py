@@ -1,4 +1,4 @@
-"""The table of CUDA's own rules, which the modules beside fill; after them come the portable ones."""
+"""The table of CUDA's lowering rules, registered by this package's modules; falls back to portable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of matrices: dp4a or vector loads for few columns, cuBLAS for many."""
+"""Matrix products: dp4a or vector loads for few columns, cuBLAS for many."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ggmlb.backends.gpu import Target
 
 IN_SUB_BLOCKS = types_with("QUANTS", "sub_blocks.h", package=PACKAGE)
-"""Types that the kernels multiply as integers."""
+"""Quantised types that the dp4a kernels multiply as integers."""
 
 FEW_COLUMNS = 8
 """Most columns for one pass over floating-point weights."""
 
 FEW_COLUMNS_Q8 = 32
-"""Up to so many, passes of eight over quantised weights should beat making f16 of them first: an estimate
+"""Most columns of the dp4a kernels, eight per pass over the weights; beyond, cuBLAS multiplies f16. Estimated
 from the instructions' throughput, to be measured."""
 
 GLU_COLUMNS = 2
@@ -40,11 +40,11 @@ GLU_COLUMNS = 2
 WG = 128
 WARPS = WG // 32
 GROUPS_EACH = 3
-"""Groups for each multiprocessor, at least, before warps have rows to themselves: what fits at once."""
+"""Fewest groups per multiprocessor for which warps do not share rows: as many as fit at once."""
 TILE = 1024
 """Elements of a row per warp and iteration."""
 FUSED = 8192
-"""Up to so many activations, a group makes 8 bits of a row by itself: more leave little shared memory."""
+"""Longest row of activations that each group quantises itself: more leave little shared memory."""
 
 
 def _kernel(
@@ -78,17 +78,17 @@ def _shape(
 
 
 def _at_once(target: Target, columns: int, x: int, others: int) -> int:
-    """Return how many of x groups, for each of the others, are launched: no more than run at once.
+    """Return the number of groups to launch instead of `x`, at most as many as run at once.
 
-    With many columns, that hangs on the registers that the compiler takes; then each has its rows.
+    With many columns, that depends on the compiler's use of registers; then it is `x`.
     """
     return min(x, max(1, -(-4 * target.n_units // others))) if columns <= 2 else x
 
 
 def _activations(b: Tensor, n: int) -> tuple[list[Step | PreparedOperand], tuple[Mem, ...], dict[str, int]]:
-    """Return the form of activations that a product reads, its memory, and what the kernel is told of it.
+    """Return the quantisation of activations for a product, their memory, and the kernel's macros.
 
-    The form is `b` in 8 bits: the numbers, and the steps and sums of its pieces (activations_q8.h).
+    `b` is quantised to 8 bits: quants, and the scales and sums of sub-blocks (activations_q8.h).
     """
     if n == 1 and b.ne[0] <= FUSED and _in_vectors(b):
         return [], (Mem.of(b), Mem.of(b)), {"FUSED": FUSED}
@@ -101,7 +101,7 @@ def _activations(b: Tensor, n: int) -> tuple[list[Step | PreparedOperand], tuple
 
 
 def _align(*weights: Tensor | Mem) -> dict[str, int]:
-    """Return the power of two, up to 16, that all rows begin at a multiple of."""
+    """Return the alignment of all rows: a power of two, up to 16 [bytes]."""
     return {"ALIGN": math.gcd(16, *(x for a in weights for x in (a.offset, *a.nb[1:])))}
 
 
@@ -127,7 +127,7 @@ def _not_small(target: Target, b: Tensor, *weights: Tensor) -> str | None:
     if not _is_small(weights[0], b):
         return "many columns"
     if weights[0].dtype not in IN_SUB_BLOCKS and not _in_vectors(b, *weights):
-        return "rows that are no vectors of 16 bytes"
+        return "rows that are no aligned vectors of 16 bytes"
     return too_many_groups(target, 1, b.ne[2] * b.ne[3])
 
 
@@ -166,7 +166,7 @@ def _mul_mat(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
 
 
 def _few_columns_and_sum(group: Group, target: Target) -> str | None:
-    """CuBLAS' products are not fused: what it adds would have to be copied to the result first."""
+    """CuBLAS' products are not fused: the bias would have to be copied to the result first."""
     return _not_small(target, group["mul_mat"].operand(1), group["mul_mat"].operand(0))
 
 
@@ -224,18 +224,18 @@ def _not_dense(target: Target, node: Tensor, d: Tensor) -> str | None:
     if _is_small(a, b):
         return "few columns"
     if a.dtype not in FLOATS and a.ne[0] % 8:
-        return "rows of no whole eights"
+        return "rows of quantised weights that are no multiple of 8 elements"
     return cannot_describe(Mem.of(d))
 
 
 def _by_blas(target: Target, node: Tensor, d: Mem, forms: dict[DType, Mem]) -> list[Step | PreparedOperand]:
-    """Return the steps of a dense product: operands in one type that cuBLAS takes, then its calls.
+    """Return the steps of a product by cuBLAS: conversion of operands to one type, then its calls.
 
     Args:
         target: The card.
         node: The product.
-        d: Where its result goes.
-        forms: The other types of the activations that are made already; those made here are added.
+        d: The result.
+        forms: Converted activations by type; conversions made here are added.
     """
     a, b = node.operand(0), node.operand(1)
     kind = a.dtype if a.dtype in FLOATS else DType.F16
@@ -279,12 +279,12 @@ def _dense(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
 
 
 def _two_with_sums(group: Group, target: Target) -> str | None:
-    """Two products, and one kernel for the rest: the products go where the sums would, which are left out."""
+    """Condition of two cuBLAS products in the memory of their sums, and one kernel for biases and GLU."""
     if not {"gate_add", "up_add"} <= set(group.parts):
-        return "no two sums"
+        return "not both products have a bias"
     read = [t for part in ("gate", "gate_add", "up", "up_add") for t in group.outside[part]]
     if any(overlap(group[part], t) for part in ("gate_add", "up_add") for t in read):
-        return "a sum takes the place of an operand"
+        return "a sum overlaps an operand"
     for part in ("gate", "up"):
         why = _not_dense(target, group[part], group[f"{part}_add"])
         if why is not None:
