@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _queue_ids = itertools.count()
 
 MAX_HELD = 256
-"""Number of kept transfer events at which finished ones are dropped."""
+"""Number of held transfer events at which finished ones are dropped."""
 
 N_LOOKS = 5
 """Number of clock comparisons, of which the fastest is used."""
@@ -84,7 +84,7 @@ class OpenClBackend(GpuBackend):
     # -- graphs --------------------------------------------------------------------------------
 
     def can_fuse(self, group: Group) -> bool:
-        """Whether a kernel computes a group of nodes at once."""
+        """Whether a fused kernel computes the group."""
         return not any(map(is_split, group.nodes)) and RULES.find(group, self.target) is not None
 
     def _plan(self, graph: Graph) -> GraphPlan:
@@ -96,7 +96,7 @@ class OpenClBackend(GpuBackend):
         with cl_errors(f"queue a graph on {self.name}", device=self.name):
             try:
                 status, last = self._queue_steps(plan)
-            except BaseException:  # as Ctrl-C: what was queued runs, and its buffers are in use
+            except BaseException:  # as Ctrl-C: queued commands still use the buffers
                 self._note(cl.enqueue_marker(self.queue), *plan.buffers)
                 raise
             finally:
@@ -149,7 +149,7 @@ class OpenClBackend(GpuBackend):
             event = queue_copy(self.queue, src, dst, None if source is None else [source._mark()])
             self._note(event, cast("OpenClBuffer", src.buffer), cast("OpenClBuffer", dst.buffer))
             self._time_copy(event, src)
-            if source is not None:  # what comes next on the source may overwrite it
+            if source is not None:  # later work of the source may overwrite it
                 cl.enqueue_barrier(source.queue, wait_for=[event])
                 source.queue.flush()
 
@@ -207,7 +207,7 @@ class OpenClBackend(GpuBackend):
                 cl.enqueue_barrier(self.queue, wait_for=[event.marker])
 
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """By a copy behind the work."""
+        """As `GpuBackend.finish_and_read`; the copy is queued after the work."""
         record = cast("OpenClBuffer", buffer)
         with cl_errors(f"read the index record of {self.name}", device=self.name):
             self._hold(cl.enqueue_copy(self.queue, words, record.memory, is_blocking=False), record)

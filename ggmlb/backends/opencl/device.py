@@ -31,7 +31,7 @@ GPU_WG = 128
 """Work-items of a group on a GPU: a multiple of all vendors' wavefront widths."""
 
 LOCAL_MEMORY = 32 << 10
-"""Least local memory [bytes], which OpenCL's full profile promises; kernels use up to 21 KiB."""
+"""Required local memory [bytes], the minimum of OpenCL's full profile; kernels use up to 21 KiB."""
 
 
 class OpenClDevice(GpuDevice):
@@ -84,10 +84,10 @@ class OpenClDevice(GpuDevice):
 
     @property
     def work_split(self) -> str:
-        """`"cpu"` on CPUs whose compiler vectorises the loops of a work-item, as PoCL's and Intel's.
+        """Default work split: `"cpu"` (rows per work-item) or `"gpu"` (rows shared by a work-group).
 
-        Mesa's runs the work-items of a group side by side; that of 25.0.7 crashes on `mul_mat_id_panel`,
-        which only CPUs need.
+        `"cpu"` on PoCL and Intel, which vectorise the loops of a work-item. Mesa's rusticl vectorises over
+        work-items, and 25.0.7 crashes on `mul_mat_id_panel`, which only `"cpu"` needs.
         """
         return "cpu" if self.is_cpu and self.cl_device.platform.name != "rusticl" else "gpu"
 
@@ -154,7 +154,7 @@ class OpenClDevice(GpuDevice):
         return OpenClBuffer.over_host_memory(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
-        """Use the memory of a `pyopencl.array.Array` of `context`, after waiting for its queued work."""
+        """Wrap a `pyopencl.array.Array` of `context` without a copy, after waiting for its queued work."""
         if not isinstance(array, cl.array.Array) or array.context != self.context:
             return None
         if array.queue is not None and array.queue.device != self.cl_device:
@@ -165,7 +165,7 @@ class OpenClDevice(GpuDevice):
         return OpenClBuffer(self._buffer_type, memory, nbytes, is_ours=False), array.offset
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the node cannot be computed, from the table used for lowering."""
+        """Return why the node cannot be computed, or `None` if it can."""
         return self.packed_buffer_type.declines(op) or row_split.declines(op) or RULES.declines(op)
 
     @property
@@ -182,7 +182,7 @@ class OpenClDevice(GpuDevice):
 
 
 def kind_of(bits: int) -> DeviceType:
-    """Return the device type for the bits of `CL_DEVICE_TYPE`: GPU, CPU or ACCEL.
+    """Return GPU, CPU or ACCEL for the bits of `CL_DEVICE_TYPE`.
 
     A device may have several bits (Oclgrind's simulator has all): any with the GPU bit is a GPU.
     """
@@ -231,7 +231,7 @@ def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
 def _platforms() -> Sequence[cl.Platform]:
     try:
         return cl.get_platforms()
-    except cl.Error:  # the loader's way to say that it knows none
+    except cl.Error:  # raised by the loader if there are none
         return ()
 
 
@@ -260,7 +260,7 @@ def _open(reg: OpenClReg, platform: cl.Platform, first: int, failures: list[str]
     try:
         context = cl.Context(usable) if usable else None
     except cl.Error:
-        context = None  # one that fails must not cost the others: each gets a context of its own
+        context = None  # a failing device must not disable the others: each gets its own context
     opened: list[OpenClDevice] = []
     for cl_device in usable:
         try:

@@ -1,4 +1,4 @@
-"""OpenCL0_Packed: memory that stores blocks of quantised weights in groups of eight, scales first.
+"""OpenCL0_Packed: buffers that repack q4_0 and q8_0 weights in groups of eight blocks, scales first.
 
 ggml's blocks of 18 and 34 bytes are aligned to two bytes, so that a GPU loads two bytes at a time. In a
 group, eight elements are one aligned load. The size is unchanged, and tensors are read back in ggml's
@@ -38,20 +38,20 @@ class OpenClPackedBufferType(OpenClBufferType):
         super().__init__(device, f"{device.name}_Packed")
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether the tensor's blocks are packed in groups."""
+        """Whether the tensor is repacked: q4_0 or q8_0, with rows of whole groups."""
         return _is_packed(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """`_x8` for packed types, if a row is a whole number of groups."""
+        """Suffix of the type's name: `_x8` for repacked tensors, none for others."""
         return "_x8" if _is_packed(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
+        """Return why a node cannot read operands in this memory, or `None`; only `READERS` can, as src0."""
         if not self.is_used:
             return None
         weight = weight_in(self, node, READERS)
         if weight is not None and not (weight.is_contiguous() and _begins_a_group(weight)):
-            return f"src0 lies in {self.name} memory, and is not a contiguous run of whole rows"
+            return f"src0 is in {self.name} memory: it must be contiguous and consist of whole rows"
         return misplaced(self, node, READERS, "products and get_rows")
 
     def _buffer(self, memory: object, nbytes: int) -> OpenClBuffer:
@@ -59,7 +59,7 @@ class OpenClPackedBufferType(OpenClBufferType):
 
 
 class OpenClPackedBuffer(PackedBuffer, OpenClBuffer):
-    """A buffer of weights, packed at upload if their rows are whole groups."""
+    """A buffer that repacks weights in transfers."""
 
     def group_nbytes(self, tensor: Tensor) -> int:
         """Size of eight blocks [bytes]."""

@@ -42,7 +42,7 @@ class LaunchKind(NamedTuple):
 
 
 class OpenClLowering(NamedTuple):
-    """Lowers items for a work split; a kernel's last argument holds all but its buffers."""
+    """Lowering of nodes and groups to launches (see `gpu.kinds.KindLowering`)."""
 
     target: Target
 
@@ -70,7 +70,7 @@ class OpenClLowering(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Steps, and the split product after them, if any."""
+    """Consecutive launches, and the row-split product to run after them, if any."""
 
     steps: list[Step]
     product: RowSplitProduct | None
@@ -80,7 +80,7 @@ class OpenClPlan(GpuPlan["Step | RowSplitProduct"]):
     """The steps of a graph, ready to be queued.
 
     Attributes:
-        stages: The steps, divided at split products.
+        stages: The steps, divided at row-split products.
         steps: Kernel, global size and local size of each launch.
         results: The node that each launch computes, or the last node of its group.
     """

@@ -1,13 +1,13 @@
-"""What PoCL needs that other runtimes do not.
+"""Workarounds for PoCL: slow compilation, and processors unknown to its compiler.
 
 **Declarations.** PoCL parses Clang's 18,000 lines of builtin functions before each program, twice: 55 of the
-65 ms that a small program takes. `QUICK_OPTIONS` tell that header that it was read (its own guard does), and
-our texts to declare what they call.
+65 ms that a small program takes. `QUICK_OPTIONS` skip that header by its include guard; our kernels then
+declare the builtins that they call.
 
-**Processors that its compiler does not know.** PoCL 3.0, the newest that PyPI has, asks its LLVM for the
-processor's name. LLVM 14 calls one that it does not know (AMD's Zen 5) `generic`, and then refuses that name
-as a target: every build fails with "unknown target CPU 'generic'" (PoCL's issues 512 and 1049), and neither
-an option nor an environment variable sets another.
+**Unknown processors.** PoCL 3.0, the newest on PyPI, gets the processor's name from its LLVM. LLVM 14 calls
+unknown ones (AMD's Zen 5) `generic`, and then refuses that name as a target: every build fails with "unknown
+target CPU 'generic'" (PoCL's issues 512 and 1049), and neither an option nor an environment variable sets
+another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Programs, built once for a device and a set of macros, and pools of their kernel objects.
+"""OpenCL programs, built once for a device and a set of macros, and pools of kernel objects.
 
-They are kept in a disk cache, but for PoCL, which has its own: it finds a program in 7 ms, and a binary would
-cost it another compilation.
+Programs are cached on disk, except on PoCL, which has its own cache: it loads a program in 7 ms, and would
+compile a binary again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.system import disk_cache, progress
 
 ProgramKey = tuple[Kernel, Defines, int, bool]
-"""Kernel, macros, work-items of a group, and whether they run on a processor."""
+"""Kernel, macros, work-items of a group, and whether the work split is the CPU's."""
 
 Loan = tuple[ProgramKey, "cl.Kernel"]
 
@@ -41,7 +41,7 @@ class CacheEntry:
         binary = disk_cache.load(self._path)
         if binary is None:
             return None
-        with suppress(cl.Error):  # of another version of the driver, or of another machine's processor
+        with suppress(cl.Error):  # binary of another driver version or processor
             program = cl.Program(context, [self._device], [binary])
             program.build(list(options))
             return program
@@ -70,7 +70,7 @@ class Programs:
         self._idle: dict[ProgramKey, list[cl.Kernel]] = {}
 
     def borrow(self, keys: Sequence[ProgramKey]) -> list[Loan]:
-        """Return for each key a loan for `give_back`, with an exclusive kernel object."""
+        """Build missing programs; return for each key a kernel object for exclusive use until `give_back`."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._built]
         if missing:
             self._build_all(missing)
@@ -92,7 +92,7 @@ class Programs:
     def _build_all(self, keys: Sequence[ProgramKey]) -> None:
         about = f"{self._name}: compiling kernels"
         with self._building, progress.task(about, len(keys)) as task, warnings.catch_warnings():
-            # What compilers say of programs that they built: PoCL and Intel's write a log of no messages.
+            # PoCL's and Intel's compilers write a log, without messages, that PyOpenCL warns about.
             warnings.simplefilter("ignore", cl.CompilerWarning)
             # Not by threads: Intel's and Mesa's are no faster, PoCL locks its compiler, Oclgrind crashes.
             for key in keys:
