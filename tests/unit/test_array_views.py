@@ -81,5 +81,5 @@ def test_another_shape_is_that_of_an_array_or_refused(data):
         np.testing.assert_array_equal(look(view.reshape(*shape)), expected)
         np.testing.assert_array_equal(look(view.reshape(shape[0], -1)), expected)
     else:
-        with pytest.raises(ValueError, match="cannot be seen as"):
+        with pytest.raises(ValueError, match="cannot become"):
             view.reshape(*shape)

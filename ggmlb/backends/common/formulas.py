@@ -41,7 +41,7 @@ def alibi(n_head: int, max_bias: float) -> tuple[int, float, float]:
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> Array:
-    """Return the ALiBi slope of each head: `m0^(h + 1)`, then odd powers of `m1` from `n_head_log2` on."""
+    """Return the ALiBi slope of each head; heads from `n_head_log2` on have odd powers of `m1`."""
     n, base, between = alibi(n_head, max_bias)
     heads = np.arange(n_head)
     slopes = np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1))
@@ -49,7 +49,7 @@ def alibi_slopes(n_head: int, max_bias: float) -> Array:
 
 
 def yarn_range(params: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the start and the length of YaRN's ramp in rotated pairs (`ggml_rope_yarn_corr_dims`)."""
+    """Return the start and length of YaRN's ramp in rotated pairs (`ggml_rope_yarn_corr_dims`)."""
     n_dims, n_ctx = params["n_dims"], params["n_ctx_orig"]
     if not n_ctx or not params["ext_factor"]:
         return 0.0, 0.001
@@ -69,7 +69,7 @@ def yarn_ramp(n_pairs: int, params: Mapping[str, Any]) -> Array:
 
 
 def pair_angles(n_pairs: int, params: dict[str, Any]) -> tuple[Array, Array]:
-    """Return each rotated pair's angle per position, and its position channel (0 to 3; 0 without M-RoPE).
+    """Return each rotated pair's angle per position, and which of M-RoPE's four positions it uses.
 
     The arrays are cached: do not write to them.
     """

@@ -60,12 +60,12 @@ from ggmlb.system import env
 Name = Literal["norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu"]
 
 IN_PLACE: Final = frozenset({"add", "norm", "mul", "shift", "set_rows", "gate_add", "up_add"})
-"""Parts whose outside operands may have the same place as a result of the group."""
+"""Parts whose outside operands may have the same memory as a result of the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatternNode:
-    """One node of a fusion pattern, with the nodes that feed it.
+    """A node of a fusion pattern, with its inputs.
 
     Attributes:
         name: Its name in the group.
@@ -84,7 +84,7 @@ class PatternNode:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A fusion pattern: a tree of nodes with its root `last`, and a condition `fits` on matched groups."""
+    """A fusion pattern: a tree of nodes with root `last`, and a condition `fits` on matched groups."""
 
     name: Name
     last: PatternNode
@@ -171,11 +171,11 @@ class Group:
 
 
 Item: TypeAlias = Tensor | Group
-"""A node, or nodes that one kernel computes."""
+"""A node or a group of fused nodes."""
 
 
 def _tiles(part: str) -> Callable[[Group], bool]:
-    """Return the condition that a part's other operand has its extents, or 1."""
+    """Return the condition that a part's outside operand is broadcast by extents of 1, if at all."""
 
     def tiles(group: Group) -> bool:
         node = group.parts.get(part)
@@ -266,7 +266,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         for added in ("add", None)
     ),
 )
-"""The patterns in order of trial: of two that end at one node, the longer first."""
+"""The patterns in the order of matching: of two with the same last node, the longer first."""
 
 
 # -- search ----------------------------------------------------------------------------------------
@@ -300,8 +300,7 @@ def gather(graph: Graph, can_fuse: CanFuse) -> None:
     """Move the nodes of each group found by `fuse` to its last node; for `Backend.graph_optimize`.
 
     Views without an op are inserted after a group, so that the allocator keeps its operands until its
-    result is placed. The groups are marks of the graph, by their results: an owner's plan only asks whether
-    they still fit.
+    result is placed. The groups are saved in `graph.marks`: a plan only checks whether they are valid.
     """
     owners: dict[Tensor, Group] = {}
     waiting: dict[Tensor, list[Tensor]] = {}
@@ -330,7 +329,7 @@ def gather(graph: Graph, can_fuse: CanFuse) -> None:
 
 
 def _to_be_placed(group: Group) -> list[Tensor]:
-    """Return the unplaced operands that no result may overlap."""
+    """Return the operands without memory that no result may overlap."""
     operands = [t for part in group.parts if part not in IN_PLACE for t in group.outside[part]]
     return [t for t in dict.fromkeys(operands) if t.buffer is None]
 
@@ -401,7 +400,7 @@ class _Finder:
         return self._is_safe(group) and (not self._by_place or self._can_fuse(group))
 
     def _find(self, part: PatternNode, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
-        """Add a part and its inputs in computing order; return whether they match (or `parts` is invalid)."""
+        """Add a part and its inputs in order; return whether they match (or `parts` is invalid)."""
         if node not in self._places or node in self._taken or 0 in node.ne or node in parts.values():
             return False
         for inner, operands in part.inputs:

@@ -21,7 +21,7 @@ Lowered = TypeVar("Lowered")
 """Type of a backend's steps before addresses are bound."""
 
 ALIGNED: Final = 63
-"""Mask of the bits of an operand's address that are part of its form."""
+"""Mask of the address bits that are part of an operand's form: its alignment."""
 
 ABSENT: Final = -1
 """Form of an absent operand."""
@@ -44,7 +44,7 @@ class Kinds(Generic[Lowered]):
         self._numbers = count()  # of new forms; never reused, as kinds contain them
 
     def numbered(self, keys: Iterable[Hashable]) -> list[int]:
-        """Return a unique number for each operand form; equal forms have equal numbers."""
+        """Return a number for each operand form, the same for equal forms."""
         return list(map(self.forms.setdefault, keys, self._numbers))
 
     def make_room(self) -> None:

@@ -51,10 +51,10 @@ class LoweringRule(NamedTuple):
 
 
 class Rules(Generic[Lower]):
-    """Table of a backend's lowering rules: an ordered list for each op and fusion pattern.
+    """A backend's table of lowering rules, by op and fusion pattern.
 
     Args:
-        always: A condition of all ops' rules.
+        always: A condition added to the rules of all ops.
         base: Fallback rules, as those of portable kernels. They get no group that contains a node of these
             rules: a better kernel for one node is faster than a portable one for the group.
     """

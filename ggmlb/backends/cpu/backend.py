@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CpuBackend(Backend):
-    """The CPU's stream: computes graphs by NumPy calls, on several threads.
+    """A CPU stream: computes graphs by NumPy calls.
 
     Args:
         device: The CPU.

@@ -21,7 +21,7 @@ from ggmlb.system.process import after_fork
 
 @cache
 def _libraries() -> list[Any]:
-    """The BLAS libraries of the process; NumPy has loaded its own by now."""
+    """The BLAS libraries loaded in this process, NumPy's among them."""
     try:
         found = threadpoolctl.ThreadpoolController().lib_controllers
     except OSError as error:
@@ -30,11 +30,11 @@ def _libraries() -> list[Any]:
 
 
 def _set(counts: Iterable[int]) -> list[int]:
-    """Set the threads of each library, from any thread of the process; return what they were."""
+    """Set the number of threads of each library; return the previous numbers."""
     before = []
     for library, n in zip(_libraries(), counts):  # noqa: B905 - the counts may go on
         before.append(library.get_num_threads())
-        # Since 3.8, threadpoolctl obeys only the first thread that set a number, until that is forgotten.
+        # Since 3.8, threadpoolctl ignores all threads but the first that set a number, unless cleared.
         forget = getattr(library, "clear_controlling_thread", lambda force: None)
         forget(force=True)
         library.set_num_threads(n)
@@ -64,12 +64,12 @@ class _OneThread:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
-            self._n_inside = max(0, self._n_inside - 1)  # 0 where a step has forked this process
+            self._n_inside = max(0, self._n_inside - 1)  # 0 if a step has forked this process
             if not self._n_inside:
                 _set(self._before)
 
     def _forget_threads(self) -> None:
-        """Go on in a fork, which has none of the threads that were inside."""
+        """In a forked process: reset the count, as the threads that were inside do not exist there."""
         self._lock = Lock()
         if self._n_inside:
             self._n_inside = 0

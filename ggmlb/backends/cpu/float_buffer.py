@@ -44,7 +44,7 @@ class FloatBufferType(BufferType):
         return not tensor.dtype.is_quantized
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Return the size of a tensor as it is stored [bytes]: four per element of a weight."""
+        """Return the stored size of a tensor [bytes]: four per element of a weight."""
         return tensor.n_elements * 4 if self.suits(tensor) else tensor.nbytes
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
@@ -55,7 +55,7 @@ class FloatBufferType(BufferType):
         return DType.F32, (4 * m, 4, 4 * k * m, 4 * k * m * n2)
 
     def packing(self, tensor: Tensor) -> str:
-        """Suffix of the type's name: `_f32` for weights, none for other tensors."""
+        """Return the type-name suffix `_f32` for weights, else an empty one."""
         return "_f32" if self.suits(tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
@@ -80,7 +80,7 @@ class FloatBuffer(PackedBuffer, HostBuffer):
             )
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Size of a row of the weight in its own type [bytes]."""
+        """Size of a row in the weight's own type [bytes]."""
         return tensor.dtype.row_size(tensor.ne[0])
 
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:

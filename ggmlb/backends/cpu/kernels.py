@@ -17,7 +17,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
 
 CAST = 8
-"""The work of converting an element, in additions."""
+"""Cost of converting an element, in additions."""
 
 Cast = Callable[[Array, Array], None]
 """`cast(dst, src)`."""

@@ -34,28 +34,28 @@ Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments: views, which become arrays, and constants."""
 
 PlacedCall: TypeAlias = tuple[Callable[..., Any], list[Place]]
-"""A function, and the places of its arguments."""
+"""A function, and the memory and layout of its arguments."""
 
 Step: TypeAlias = PlacedCall | list[list[PlacedCall]]
-"""A call, or lists of calls that may run at the same time."""
+"""A call, or lists of calls that may run in parallel."""
 
 Kernel = Callable[..., Any]
 """`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32; `y` may alias an `x`."""
 
 Scratch = Callable[[tuple[int, ...]], View]
-"""Takes scratch of a shape."""
+"""Allocates scratch of a shape."""
 
 Range = tuple[int, int]
-"""First address, and end address."""
+"""Start and end address."""
 
 PLAIN: Final = ANY - BLOCKS
 """Types that are not quantised."""
 
 STORED: Final = frozenset(filter(dtypes.can_quantize, ANY))
-"""Types that are written: all but the blocks that need an importance matrix."""
+"""Types of results: all but the quantised ones that need an importance matrix."""
 
 VALUES: Final = FLOATS | BLOCKS
-"""Types of weights: floats and blocks."""
+"""Types of weights: floats and quantised."""
 
 CALLBACKS: Final = frozenset({Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM})
 """Ops that are not cached: the cache must not keep the user's function and its data alive."""
@@ -64,17 +64,17 @@ MAX_CONSTANTS: Final = 1 << 20
 """Largest size of constant arrays of a node whose calls are cached [bytes]."""
 
 LEAST_ITEMS = 1 << 14
-"""Items per tile below which a kernel is not worth cutting."""
+"""Fewest items per tile."""
 
 _FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoweredCalls:
-    """The lowered calls of a kind of node, before memory is bound.
+    """The calls of a kind of node, before memory is bound.
 
     Attributes:
-        steps: What to run in order; kernels that may be in a group of tiles are stages.
+        steps: Calls in order; kernels that may join a tiled group are stages.
         scratch: Sizes of the pieces of scratch [bytes]; their memory is numbered from `len(node.src) + 1` on.
         is_kept: Whether they may be cached.
     """
@@ -97,7 +97,7 @@ def lower(node: Tensor, n_threads: int) -> LoweredCalls:
 
 
 def steps_of(lists: Sequence[list[Call]]) -> list[Step]:
-    """Turn each worker's list of calls into steps: a sequence for one worker, else one parallel step."""
+    """Turn lists of calls, one per worker, into steps: calls in order, or one parallel step."""
     placed = [[_placed(*call) for call in calls] for calls in lists]
     return [*placed[0]] if len(placed) == 1 else [placed]
 
@@ -107,7 +107,7 @@ def _placed(fn: Callable[..., Any], args: tuple[Any, ...]) -> PlacedCall:
 
 
 class NodeLowering:
-    """Context of a lowering rule: gives views of operands and scratch, and collects the emitted calls.
+    """Context of a lowering rule: views of operands, scratch, and the list of emitted calls.
 
     Args:
         node: The node; its memory is number 0, its operands' are numbers from 1 on.
@@ -116,8 +116,8 @@ class NodeLowering:
     Attributes:
         tile: Items of the largest operand per tile, so that a tile and its scratch stay in the L2 cache.
         weight_tile: Values of a weight, or of keys and values, converted to float32 at a time.
-        parallel_work: Additions below which waking a thread does not pay: about 0.1 ms.
-        parallel_call: Additions of a call over all threads, below which threading does not pay.
+        parallel_work: Fewest additions for which threads are used: about 0.1 ms.
+        parallel_call: Fewest additions of each NumPy call (over all threads) for which threads are used.
         steps, scratch_nbytes: As in `LoweredCalls`.
         constants_nbytes: Size of the constant arrays among the arguments [bytes].
     """
@@ -194,7 +194,7 @@ class NodeLowering:
         self.steps.append(_placed(fn, args))
 
     def emit_parallel(self, lists: Sequence[list[Call]]) -> None:
-        """Append lists of calls that may run at the same time."""
+        """Append lists of calls that may run in parallel."""
         self.steps += steps_of(lists)
 
     def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
@@ -293,7 +293,7 @@ class NodeLowering:
 
 
 RULES: Final[Rules[Callable[[NodeLowering, Tensor], Any]]] = Rules()
-"""The reference for every op, filled by the modules of `ops`."""
+"""The reference rules of all ops, registered by the modules of `ops`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -339,12 +339,12 @@ class TileStage:
         return replace(self, views=[*map(bind, self.views)], whole=[*map(bind, self.whole)])
 
     def cut(self, bounds: Sequence[int]) -> list[list[View]]:
-        """Return the views of each tile, cut in the first dimension at the bounds."""
+        """Return each tile's views, cut at `bounds` of the first dimension."""
         parts = [((a, b - a),) for a, b in itertools.pairwise(bounds)]
         return [[piece(v, part) for v in self.views] for part in parts]
 
     def add_calls(self, calls: list[Call], tile: list[View], slots: Sequence[View]) -> None:
-        """Append the calls for a tile: conversions to float32, the kernel, conversion of the result."""
+        """Append a tile's calls: conversions to float32, the kernel, conversion of the result."""
         free = iter(slots)
         args = list(tile)
         for i, cast in enumerate(self.casts):
@@ -376,7 +376,7 @@ class TiledGroup:
         self._ranges: list[list[list[Range]]] | None = None
 
     def accepts(self, stage: TileStage) -> bool:
-        """Add a stage with bound memory if it can run tile by tile with the others; return whether it can."""
+        """Add a stage (memory bound) if it can run tile by tile with the others; return whether it can."""
         n_tiles, own = len(self._bounds) - 1, self.stages[0].n
         if not LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * NodeLowering.tile * n_tiles:
             return False
@@ -420,7 +420,7 @@ def spread(stages: list[TileStage], cuts: list[list[list[View]]], scratch: Scrat
 
 
 def _ranges(stage: TileStage, cut: list[list[View]]) -> list[list[Range]]:
-    """By operand and tile, the addresses that the tile touches."""
+    """The address ranges of each operand's tiles."""
     by_tile = [[_range(v) for v in tile] for tile in cut]
     whole = [[_range(v)] * len(cut) for v in stage.whole]
     return [list(ranges) for ranges in zip(*by_tile, strict=True)] + whole

@@ -35,7 +35,7 @@ from ggmlb.interface import Backend, Command, GraphPlan
 _array = np.ndarray
 
 BoundStep = Callable[[], Any]
-"""A call with everything bound."""
+"""A call with its arguments bound to memory."""
 
 Memory = list[tuple[Array, int]]
 """For each number of memory that views refer to: the array, and the operand's offset in it [bytes]."""

@@ -67,13 +67,13 @@ class View:
         return cls(memory, dtype, item, 0, shape, packed_strides(shape, item.itemsize))
 
     def place(self) -> Place:
-        """Return how a plan makes the array: memory number and layout, or, if memory is bound, the array."""
+        """Return memory number and layout of the array; if memory is bound, the array as a constant."""
         if isinstance(self.memory, int):
             return self.memory, self.item, self.offset, self.shape, self.strides
         return CONSTANT, np.ndarray(self.shape, self.item, self.memory, self.offset, self.strides), 0, (), ()
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
-        """Return a view of the same memory with other shape and strides, `offset` bytes further on."""
+        """Return a view with other shape and strides, `offset` bytes further on."""
         return View(self.memory, self.type, self.item, self.offset + offset, shape, strides)
 
     def first(self, shape: tuple[int, ...]) -> View:
@@ -259,7 +259,7 @@ Cut = tuple[tuple[int, int], ...]
 
 
 def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
-    """Yield the cuts of an outer shape into tiles of about `limit` items, for rows of `row` items each.
+    """Yield the cuts of an outer shape of rows (of `row` items) into tiles of about `limit` items.
 
     Without a limit, the whole shape is one tile.
     """

@@ -80,7 +80,7 @@ def flash_attn_ext(lw: NodeLowering, t: Tensor) -> None:
 
 
 def _repeated(lw: NodeLowering, mask: View, heads: tuple[int, ...]) -> View:
-    """Repeat a mask over batch and heads, by its strides if these can."""
+    """Broadcast a mask to batch and heads, by strides of 0 or, if impossible, a copy."""
     n3, n2, group = heads[:3]
     shape = (n3, n2 * group, *mask.shape[2:])
     repeated = broadcast([mask.reshaped(shape, (0, 0, 0, 0)), mask])[1]
@@ -129,6 +129,6 @@ def _attend(
 
 
 def _once(view: View) -> View:
-    """The view without its repetitions, which broadcasting brings back."""
+    """The view with extent 1 in place of strides of 0: NumPy broadcasts it again."""
     shape = tuple(1 if stride == 0 else n for n, stride in zip(view.shape, view.strides, strict=True))
     return view.reshaped(shape, view.strides)

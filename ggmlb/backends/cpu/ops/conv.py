@@ -60,7 +60,7 @@ def axes_of(
 
 
 def padded(lw: NodeLowering, x: View, axes: Sequence[Axis], fill: float = 0.0) -> View:
-    """Return `x` as float32 with padding; emits a copy into scratch unless `x` already is that."""
+    """Return `x` as float32 with padding; if it is not, emit a copy into scratch."""
     shape = (*x.shape[:2], *(a.width for a in axes))
     if shape == x.shape:
         return lw.f32(x)

@@ -1,4 +1,4 @@
-"""Copies into another place, type, shape or layout; repeating, joining, and writing to a window."""
+"""Copies to another type, shape or layout; repeat, concat, and writes to views (SET, ACC)."""
 
 from __future__ import annotations
 

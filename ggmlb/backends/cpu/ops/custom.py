@@ -17,7 +17,7 @@ from ggmlb.core.tensor import Tensor
 
 
 def _emit(lw: NodeLowering, t: Tensor, fun: Callable[..., Any]) -> None:
-    """Emit the calls of the function, one per task; a task's work is not known, and taken to be much."""
+    """Emit one call of the function per task, in parallel: its cost is unknown."""
     n_tasks, n = t.params["n_tasks"], lw.workers(maxsize, maxsize)
     if n_tasks != N_TASKS_MAX:
         n = min(n, n_tasks)

@@ -13,7 +13,7 @@ from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
 N_SCORES = 1 << 20
-"""Scores, of all heads, that are held at a time."""
+"""Number of scores, over all heads, in scratch at a time."""
 
 
 @RULES.rule(Op.LIGHTNING_INDEXER, operands(F32, VALUES, F32, FLOATS, out=F32))

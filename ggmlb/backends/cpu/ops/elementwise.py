@@ -1,6 +1,6 @@
-"""Functions of one element, arithmetic of two operands, and gated linear units.
+"""Element-wise functions and arithmetic, and gated linear units.
 
-A kernel `f(y, x, *scratch)` fills `y`, which may be the memory of `x`. Where ggml compares, NaN compares as
+A kernel `f(y, x, *scratch)` fills `y`, which may alias `x`. Where ggml compares, NaN compares as
 false: `fmax(x, 0)` is its `x > 0 ? x : 0`, and 0 for NaN.
 """
 
@@ -148,7 +148,7 @@ def ufunc(function: np.ufunc) -> Kernel:
 
 
 EXP = 10
-"""The work of an exponential, in additions."""
+"""Cost of an exponential, in additions."""
 
 FUNCTIONS: dict[Op | UnaryOp, tuple[Kernel, int, int]] = {
     UnaryOp.ABS: (ufunc(np.abs), 0, 1),
@@ -179,7 +179,7 @@ FUNCTIONS: dict[Op | UnaryOp, tuple[Kernel, int, int]] = {
     Op.SIN: (ufunc(np.sin), 0, EXP),
     Op.COS: (ufunc(np.cos), 0, EXP),
 }
-"""Each function, how many scratch arrays it wants, and its work per element in additions."""
+"""Kernel, number of scratch arrays, and cost per element in additions."""
 
 
 def _is_known(node: Tensor) -> str | None:
@@ -281,7 +281,7 @@ ACTIVATIONS: dict[GluOp, tuple[Kernel, int, int]] = {
     GluOp.GEGLU_ERF: (gelu_erf, 2, 3 * EXP),
     GluOp.GEGLU_QUICK: (gelu_quick, 1, EXP),
 }
-"""The function of the gate, how many scratch arrays it wants, and its work per element in additions."""
+"""Kernel of the gate, number of scratch arrays, and cost per element in additions."""
 
 
 def _has_activation(node: Tensor) -> str | None:

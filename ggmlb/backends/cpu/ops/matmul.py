@@ -20,19 +20,19 @@ from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
 FUSED_ADDS = 8
-"""Products and sums of a matrix product that BLAS does in the time of one addition by NumPy."""
+"""Multiply-adds by BLAS in the time of one addition by NumPy."""
 
 LEAST_ROWS = 64
-"""Rows of activations for which BLAS runs at its full speed; it packs the weights once for them."""
+"""Fewest rows of activations for BLAS' full speed: it packs the weights once per call."""
 
 FEW_ROWS = range(2, 32)
-"""Rows of activations for which BLAS is faster at the transposed product, turning the result included."""
+"""Numbers of rows for which the transposed product is faster, transposing the result included."""
 
 BLAS_ROWS = 16
 """Rows of a weight that BLAS processes at a time; tiles have a multiple of them."""
 
 READ_WORK = 12
-"""The work of reading a weight that is not float32, in additions."""
+"""Cost of converting an element of a weight to float32, in additions."""
 
 WEIGHT_TILE = 1 << 21
 """Values of a weight that a thread converts to float32 at a time, for many rows of activations."""
@@ -59,7 +59,7 @@ def _product(lw: NodeLowering, y: View, a: View, b: View) -> None:
     """Emit `y = b @ a.T` for each matrix of a batch.
 
     Args:
-        lw: Takes the calls.
+        lw: Collects the calls.
         y: Float32, `[n3 r3, n2 r2, n, m]`.
         a: Of any type, `[n3, n2, m, k]`; repeats over the batch. If BLAS cannot read it in place, it is
             converted in scratch, some rows at a time.
@@ -91,22 +91,22 @@ def _multiply(y: Array, b: Array, a: Array) -> None:
     np.matmul(b, a.swapaxes(-1, -2), out=y)
 
 
-def _multiply_turned(y: Array, b: Array, a: Array, turned: Array) -> None:
-    np.matmul(a, b.T, out=turned)
-    np.copyto(y, turned.T)
+def _multiply_transposed(y: Array, b: Array, a: Array, transposed: Array) -> None:
+    np.matmul(a, b.T, out=transposed)
+    np.copyto(y, transposed.T)
 
 
 def _by_columns(lw: NodeLowering, y: View, a: View, b: View) -> None:
     """For few rows: each thread computes some columns of the result from some rows of the weight."""
     rows, m = y.shape
     n = lw.workers(prod(a.shape) * (rows + 1) // FUSED_ADDS)
-    turn = rows in FEW_ROWS and a.strides[1] == a.item.itemsize
+    is_transposed = rows in FEW_ROWS and a.strides[1] == a.item.itemsize
     lists: list[list[Call]] = []
     for i in range(n):
         part = slice(m * i // n, m * (i + 1) // n)
         columns, weights = y[:, part], a[part]
-        if turn:
-            lists.append([(_multiply_turned, (columns, b, weights, lw.scratch(columns.shape[::-1])))])
+        if is_transposed:
+            lists.append([(_multiply_transposed, (columns, b, weights, lw.scratch(columns.shape[::-1])))])
         else:
             lists.append([(_multiply, (columns, b, weights))])
     lw.emit_parallel(lists)

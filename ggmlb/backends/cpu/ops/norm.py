@@ -15,11 +15,11 @@ from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
 WORK = 4
-"""Of a norm per element, in additions."""
+"""Cost of a norm per element, in additions."""
 
 
 def normalise(n: int, eps: float) -> Kernel:
-    """A kernel that brings rows of `n` elements to mean 0 and variance 1."""
+    """Return a kernel that normalises rows of `n` elements to mean 0 and variance 1."""
 
     def kernel(y: Array, x: Array) -> None:
         mean = row_sum(x)

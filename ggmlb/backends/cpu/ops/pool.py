@@ -20,7 +20,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 @RULES.rule(Op.POOL_1D, operands(FLOATS, out=F32))
 def pool_1d(lw: NodeLowering, t: Tensor) -> None:
-    """Pooling along rows; an average is over the window's elements within the data, without padding."""
+    """Pooling along rows; an average leaves out padding."""
     (a,), p = t.sources, t.params
     axis = Axis(a.ne[0], p["k0"], t.ne[0], p["s0"], p["p0"])
     first = np.arange(axis.places) * axis.stride - axis.padding
@@ -30,7 +30,7 @@ def pool_1d(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.POOL_2D, operands(FLOATS, out=F32))
 def pool_2d(lw: NodeLowering, t: Tensor) -> None:
-    """Pooling in two dimensions; an average divides by the window's size, padding included."""
+    """Pooling in two dimensions; an average includes padding."""
     (a,), p = t.sources, t.params
     _pool(lw, lw.view(t), lw.view(a), _axes(t, a, t), p["op"], np.full(t.ne[0], p["k0"] * p["k1"]))
 

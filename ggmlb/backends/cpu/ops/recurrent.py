@@ -27,7 +27,7 @@ from ggmlb.core.tensor import Tensor
 def unpacked(
     lw: NodeLowering, t: Tensor, outputs: tuple[int, ...], states: tuple[int, ...]
 ) -> tuple[View, View]:
-    """Return views of the result's two parts, the outputs and the states, in these shapes."""
+    """Return views of the result's outputs and states, in these shapes."""
     flat, n = lw.view(t).reshape(-1), prod(outputs)
     return flat[:n].reshape(*outputs), flat[n:].reshape(*states)
 
@@ -93,7 +93,7 @@ def _by_time(lw: NodeLowering, x: Tensor, n_seqs: int) -> View:
 
 
 def _linear(lw: NodeLowering, t: Tensor, state: Tensor, *x: Tensor) -> tuple[View, ...]:
-    """Outputs and operands by time; the first state, the last as the only one kept, scratch like it."""
+    """Return outputs and operands by time, the first state, the last states (one), and scratch like it."""
     n, (s, h, n_tokens) = state.ne[1], x[0].ne[:3]
     shape = (n, h, s, s)
     y, last = unpacked(lw, t, (n, n_tokens // n, h, s), (1, *shape))

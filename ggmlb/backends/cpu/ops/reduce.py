@@ -1,4 +1,4 @@
-"""Sums, means, sorting and choosing by value."""
+"""Sums, means, arg max, sorting and top-k."""
 
 from __future__ import annotations
 

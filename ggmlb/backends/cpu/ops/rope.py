@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of a row are turned by angles proportional to a position."""
+"""Rotary position embedding: pairs of a row are rotated by angles proportional to a position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.tensor import Tensor
 
 WORK = 6
-"""Of a rotation per element, in additions."""
+"""Cost of a rotation per element, in additions."""
 
 
 def _rope(lw: NodeLowering, t: Tensor, direction: float) -> None:

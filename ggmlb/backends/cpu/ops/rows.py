@@ -36,7 +36,7 @@ def set_rows(lw: NodeLowering, t: Tensor) -> None:
     rows = lw.view(t)
     index = lw.view(c)[0]
     n_halves = prod(b.ne) if (b.dtype, t.dtype) == (DType.F32, DType.F16) else 0
-    # Many values are better converted first, by all threads; few, such as a token's keys, on their way.
+    # Convert many values first, on all threads; few, as a token's keys, while copying.
     if b.dtype == t.dtype or (n_halves and lw.workers(n_halves * CAST) == 1):
         lw.emit(put_rows, rows, lw.view(b), index)
         return

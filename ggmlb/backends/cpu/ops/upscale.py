@@ -100,7 +100,7 @@ METHODS: dict[ScaleMode, Callable[[Grid], Taps]] = {
 
 @RULES.rule(Op.UPSCALE, operands(F32, out=F32), has_elements)
 def upscale(lw: NodeLowering, t: Tensor) -> None:
-    """Resize dimensions 0 and 1 by `mode`, 2 and 3 by nearest neighbour, one dimension after the other."""
+    """Resize dimensions 0 and 1 by `mode`, 2 and 3 by nearest neighbour."""
     (a,), p = t.sources, t.params
     method = antialiased if p["antialias"] else METHODS[p["mode"]]
     x, y = lw.view(a), lw.view(t)

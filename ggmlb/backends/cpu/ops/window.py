@@ -16,7 +16,7 @@ from ggmlb.core.tensor import Tensor
 
 
 def _whole(lw: NodeLowering, image: View, w: int) -> View:
-    """An image `[1, H, W, C]` of whole windows: itself, or scratch."""
+    """Return the image `[1, H, W, C]`, or scratch of its size rounded up to whole windows."""
     shape = (1, -(-image.shape[1] // w) * w, -(-image.shape[2] // w) * w, image.shape[3])
     return image if shape == image.shape else lw.scratch(shape)
 
@@ -34,7 +34,7 @@ def _by_window(whole: View, windows: View) -> tuple[View, View]:
 
 @RULES.rule(Op.WIN_PART, operands(F32, out=F32))
 def win_part(lw: NodeLowering, t: Tensor) -> None:
-    """Partition an image into windows, row by row; windows beyond its border are padded with zeros."""
+    """Partition an image, padded with zeros, into windows."""
     image = lw.view(t.sources[0])
     whole = _whole(lw, image, t.params["w"])
     if whole is not image:
@@ -46,7 +46,7 @@ def win_part(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.WIN_UNPART, operands(F32, out=F32))
 def win_unpart(lw: NodeLowering, t: Tensor) -> None:
-    """Reassemble an image from its windows, without the padding."""
+    """Reassemble an image from its windows, without padding."""
     image = lw.view(t)
     whole = _whole(lw, image, t.params["w"])
     to, of = _by_window(whole, lw.view(t.sources[0]))
