@@ -109,8 +109,8 @@ class CudaBackend(GpuBackend):
     ) -> bool:
         """As `GpuBackend._queue_move`.
 
-        Where CUDA would wait for the device, the copy is made on the stream of blocking transfers, so that
-        other threads may use this stream meanwhile.
+        Copies of pageable memory block in CUDA, so they use the transfer stream: other threads may use this
+        stream meanwhile.
         """
         buffer = cast("CudaBuffer | None", self._own(tensor))
         if buffer is None or not can_pitch(where):
@@ -175,7 +175,7 @@ class CudaBackend(GpuBackend):
             clock.settle()
 
     def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
-        """Context manager that times a copy if timing is on; enters before the stream's lock: it may wait."""
+        """Context manager that times a copy if timing is on; it may wait: enter before taking the lock."""
         clock = self.clock
         return nullcontext() if clock is None else clock.time(tensor.describe(), is_copy=True)
 
@@ -195,7 +195,7 @@ class CudaBackend(GpuBackend):
             self._driver.stream_wait(self.stream.handle, event.handle)
 
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """As `GpuBackend.finish_and_read`; waits first, because the copy would block under the lock."""
+        """As `GpuBackend.finish_and_read`; waits first: the copy would block under the lock."""
         self.finish()
         what = f"read the index record of {self.name}"
         cast("CudaBuffer", buffer).copy(what, CopyKind.TO_HOST, 0, words)

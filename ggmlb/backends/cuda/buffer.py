@@ -94,7 +94,7 @@ class CudaBuffer(GpuBuffer):
         return self._array
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """As `Buffer.exported`; waits for queued work, because importers (DLPack) may read at once."""
+        """As `Buffer.exported`; waits for queued work: importers (DLPack) may read at once."""
         with cuda_errors(self.device.driver, f"{call} of {tensor.describe()}"), self.device.on():
             for stream in [s for s in self.streams if s.handle]:
                 stream.synchronize()
@@ -123,7 +123,7 @@ class CudaBuffer(GpuBuffer):
     def copy(
         self, call: str, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces = 0
     ) -> None:
-        """Copy as `queue` on the transfer stream, after all work that uses the buffer, and wait for it."""
+        """Copy as `queue`, after all work that uses the buffer, and wait for it."""
         self._transfer(call, lambda stream: self.queue(kind, start, host, where, stream))
 
     def _move(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, where: int | Pieces) -> None:
@@ -218,7 +218,7 @@ class PeerAccess:
 
 
 def _arrives(source: CudaDevice, target: CudaDevice) -> bool:
-    """Whether a direct copy of a pattern arrives unchanged."""
+    """Whether a peer copy of a pattern arrives unchanged."""
     pattern = np.random.default_rng(0).integers(1, 256, PATTERN_NBYTES, np.uint8)
     out, driver = np.zeros_like(pattern), source.driver
     with (

@@ -4,13 +4,12 @@ ggml's matrices are row-major and cuBLAS's column-major, so that cuBLAS reads ea
 `[k, m]`, is a k x m matrix of columns; `b`, ne `[k, n]`, is k x n; and `d`, ne `[m, n]`, is m x n. Hence
 d = a^T b, without a copy: `transa` is T, `transb` is N, and the leading dimensions are the rows' strides.
 
-CuPy refuses its own calls during stream capture.
+CuPy's own bindings refuse calls during stream capture.
+ctypes is enough for nine functions; nvmath-python has its own handling of workspaces and streams, and a dozen
+dependencies.
 
-It uses ctypes for nine functions with plain arguments. nvmath-python would add its own handling of
-workspaces, streams and logging, and a dozen packages.
-
-Each stream has its own handle and workspace; otherwise, the library would allocate a workspace during
-capture or share one between streams.
+Each stream has its own handle and workspace; otherwise, cuBLAS would allocate a workspace during capture or
+share one between streams.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError, BackendUnavailable
 
 WORKSPACE_NBYTES: Final = 32 << 20
-"""NVIDIA's recommended size for compute capability 9.0 and later, the largest [bytes]."""
+"""NVIDIA's recommended workspace for compute capability 9.0 and later, the largest [bytes]."""
 
 _TYPES: Final = {DType.F32: 0, DType.F16: 2, DType.BF16: 14}  # cudaDataType_t
 _N, _T = 0, 1

@@ -34,18 +34,18 @@ NOT_READY = 600
 HOST_MEMORY = 1  # cudaMemoryTypeHost: page-locked
 PEER_ALREADY_ENABLED = 704
 MUCH_SHARED = 16 << 10
-"""Static shared memory of a block beyond which a kernel gets all that a multiprocessor has [bytes].
+"""Static shared memory of a block above which the kernel prefers the largest carve-out [bytes].
 
-Work is split for as many blocks as fit then. Smaller blocks leave more of it to the L1 cache."""
+Other kernels leave more of it to the L1 cache."""
 
 REGISTER_PORTABLE, REGISTER_READ_ONLY = 1, 8
 
 OLDEST = 75
-"""The compute capability, times ten, from which CUDA 13 compiles."""
+"""Oldest compute capability, times ten, that CUDA 13 compiles for."""
 
 
 class CupyDriver:
-    """Implementation of `Driver` by CuPy, whose functions are used directly where they match."""
+    """Implementation of `Driver` by CuPy's functions."""
 
     errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
 
@@ -60,7 +60,7 @@ class CupyDriver:
     event_synchronize = staticmethod(rt.eventSynchronize)
     copy = staticmethod(rt.memcpyAsync)
     copy_2d = staticmethod(rt.memcpy2DAsync)
-    copy_peer = staticmethod(rt.memcpyPeerAsync)  # by way of the host if it must
+    copy_peer = staticmethod(rt.memcpyPeerAsync)  # through the host if needed
     fill = staticmethod(rt.memsetAsync)
     capture_end = staticmethod(rt.streamEndCapture)
     graph_free = staticmethod(rt.graphDestroy)
@@ -282,7 +282,7 @@ def libcuda() -> Any:
 
 
 def _is_ready(status: int) -> bool:
-    """Read the answer to a query, in which CuPy leaves errors of earlier work."""
+    """Return whether a query's status is success; raise errors of earlier work, which CuPy does not."""
     if status not in (0, NOT_READY):
         raise rt.CUDARuntimeError(status)
     return status == 0

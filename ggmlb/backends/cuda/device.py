@@ -78,7 +78,7 @@ class CudaDevice(GpuDevice):
 
     @cached_property
     def target(self) -> Target:
-        """Number of multiprocessors, block size and limits, by which rules choose grids."""
+        """Number of multiprocessors, block size and limits, for the choice of grids."""
         return Target(False, self.facts.n_units, WG, max_groups=MAX_GROUPS, blas=self.has_blas)
 
     @cached_property

@@ -27,7 +27,7 @@ from ggmlb.system.process import LibraryGuard
 guard: Final = LibraryGuard("CUDA")
 
 Call = Callable[[int], Any]
-"""A piece of work that queues itself on a given stream."""
+"""Queues a piece of work on a stream."""
 
 
 class CopyKind(IntEnum):

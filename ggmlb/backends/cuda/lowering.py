@@ -40,11 +40,11 @@ class CudaLowering(NamedTuple):
     target: Target
 
     def lower(self, item: Item) -> list[Request | PreparedOperand]:
-        """As `gpu.kinds.KindLowering.lower`."""
+        """As `KindLowering.lower`."""
         return [x for x in lower(item, self.target, RULES) if not isinstance(x, Launch) or 0 not in x.groups]
 
     def step(self, request: Request, slots: tuple[int, ...]) -> tuple[Request, Hashable]:
-        """As `gpu.kinds.KindLowering.step`; with the key by which CUDA graphs are reused."""
+        """As `KindLowering.step`; with the key by which CUDA graphs are reused."""
         if isinstance(request, Launch):
             return request, (request.kernel.name, request.defines, request.wg)
         # The library may use other kernels for other shapes.
@@ -52,17 +52,17 @@ class CudaLowering(NamedTuple):
         return request, ("gemm", request.a.dtype, *shape)
 
     def mems(self, request: Request) -> Sequence[Mem]:
-        """As `gpu.kinds.KindLowering.mems`."""
+        """As `KindLowering.mems`."""
         if isinstance(request, Launch):
             return [arg for arg in request.args if isinstance(arg, Mem)]
         return request.mems
 
     def block(self, request: Request) -> bytes:
-        """As `gpu.kinds.KindLowering.block`."""
+        """As `KindLowering.block`."""
         if isinstance(request, Launch):
             return argument_block(request, "cuda")
         return struct.pack("6q", *[word for mem in request.mems for word in (0, mem.offset)])
 
     def address_words(self, request: Request) -> Sequence[int]:
-        """As `gpu.kinds.KindLowering.address_words`."""
+        """As `KindLowering.address_words`."""
         return tensor_words(request.kernel, "cuda") if isinstance(request, Launch) else (0, 2, 4)

@@ -162,7 +162,7 @@ class IdleGraphs:
         self._is_closed = False
 
     def take(self, key: Hashable) -> int | None:
-        """Remove and return an executable graph of steps with the same keys; `None` if there is none."""
+        """Remove and return an executable graph of steps with these keys, or `None`."""
         for executable, its_key in reversed(list(self._idle.items())):
             if its_key == key and self._idle.pop(executable, None) is not None:
                 return executable

@@ -211,7 +211,7 @@ class DeviceMemory:
                 self.sweep()
 
     def sweep(self, wait: bool = False) -> None:
-        """Release resources given back whose work is done; with `wait`, wait for the work of the others."""
+        """Release resources given back whose work is done; with `wait`, wait for the others."""
         if not self._dropped and not self._leaving:
             return
         driver = self._driver

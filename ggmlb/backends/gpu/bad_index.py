@@ -41,7 +41,7 @@ class BadIndices:
         self._last_use = self._last_checked = 0
 
     def bind(self, plan: object, steps: Sequence[BadIndex], stream: GpuBackend) -> list[tuple[Buffer, int]]:
-        """Number the steps of a plan that read indices; return for each the record buffer and its number."""
+        """Number the steps of a plan that read indices; return the record and the number of each."""
         if not steps:
             return []
         record = self._record

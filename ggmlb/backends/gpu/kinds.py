@@ -76,7 +76,7 @@ class KindLowering(Protocol[Request, Step]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered(Generic[Step]):
-    """The cached steps of a kind, with their arguments before memory is bound.
+    """The cached steps of a kind, before memory is bound.
 
     Attributes:
         steps: The steps.
@@ -189,7 +189,7 @@ def _item_of(item: Item, stand_ins: dict[Tensor, Tensor]) -> Item:
 
 
 class BoundItems(Generic[Step]):
-    """The steps of a plan, lowered by way of the cache, and the binding of their slots to memory.
+    """The steps of a plan, by the cache, and the binding of their slots to memory.
 
     Args:
         items: Nodes and groups, in order.
@@ -304,14 +304,14 @@ class BoundItems(Generic[Step]):
     def give(
         self, scratch: Buffer | None, places: Sequence[int], records: Sequence[tuple[Buffer, int]]
     ) -> None:
-        """Set the memory of scratch slots (offsets in one buffer) and of records (buffer and step number)."""
+        """Set the memory of scratch (offsets in one buffer) and of records (buffer and step number)."""
         for i, place in zip(self._of_pieces, places, strict=True):
             self.memory[i], self._offsets[i] = scratch, place
         for i, (buffer, offset) in zip(self._of_records, records, strict=True):
             self.memory[i], self._offsets[i] = buffer, offset
 
     def blocks(self, starts: Mapping[Buffer, int] | None = None) -> tuple[Ints, list[int]]:
-        """Return all argument blocks with memory bound, and the start of each block and the end of the last.
+        """Return all argument blocks with memory bound, the start of each, and the end of the last.
 
         Args:
             starts: Buffer addresses, for argument blocks that contain them (CUDA).

@@ -28,14 +28,14 @@ MAX_PER = 32
 """Most elements of a row in the registers of a work-item."""
 
 MAX_WG = 512
-"""Most work-items of a group with so many registers."""
+"""Most work-items of a group, limited by registers."""
 
 _PER = {
     1: (1, 2, 3, 4, 6, 8, 12, 16, 24, MAX_PER),
     4: (4, 8, 12, 16, 20, 24, 28, MAX_PER),
     8: (8, 16, 24, MAX_PER),
 }
-"""Allowed elements of a row per work-item, by vector width: few, because each is compiled separately."""
+"""Allowed elements of a row per work-item, by vector width; few, as each is a compilation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Launch:
 
 
 def argument_block(launch: Launch, language: Language, base: Callable[[Mem], int] = lambda _: 0) -> bytes:
-    """Return a launch's arguments packed by `layout`; `base` returns the buffer address of a tensor."""
+    """Return a launch's arguments packed by `layout`; `base` returns a tensor's buffer address."""
     flat: list[int | float] = []
     for arg in launch.args:
         if isinstance(arg, Mem):

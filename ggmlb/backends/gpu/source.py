@@ -51,7 +51,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A kernel found in the texts.
+    """A kernel declared in a kernel file.
 
     Attributes:
         name: Its name, unique over all families.
@@ -144,7 +144,7 @@ def tensor_words(kernel: Kernel, language: Language) -> list[int]:
 
 
 def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
-    """Declare `args_t_`, and make it the last parameter of the kernel instead of numbers."""
+    """Replace a kernel's scalar parameters and tensor layouts by one struct, `args_t_`."""
     members = " ".join(f"{_TYPES[p.kind]} {p.name};" for p in kernel.params)
     if layout(kernel, "opencl").format.endswith("4x"):  # all members are of 4 or 8 bytes
         members += " int pad_;"
@@ -172,7 +172,7 @@ def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
 
 
 def _assembled(kernel: Kernel, prelude: str) -> str:
-    """Return a kernel's whole text behind a prelude; headers that its package lacks are the portable ones."""
+    """Return a kernel's text with prelude and headers; headers missing in its package are portable ones."""
     seen: set[str] = set()
 
     def put(file: str) -> str:

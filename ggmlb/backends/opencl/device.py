@@ -84,7 +84,7 @@ class OpenClDevice(GpuDevice):
 
     @property
     def work_split(self) -> str:
-        """Default work split: `"cpu"` (rows per work-item) or `"gpu"` (rows shared by a work-group).
+        """The default work split, `"cpu"` (rows per work-item) or `"gpu"` (rows shared by a work-group).
 
         `"cpu"` on PoCL and Intel, which vectorise the loops of a work-item. Mesa's rusticl vectorises over
         work-items, and 25.0.7 crashes on `mul_mat_id_panel`, which only `"cpu"` needs.

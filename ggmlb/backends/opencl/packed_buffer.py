@@ -42,7 +42,7 @@ class OpenClPackedBufferType(OpenClBufferType):
         return _is_packed(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """Suffix of the type's name: `_x8` for repacked tensors, none for others."""
+        """Return the type-name suffix `_x8` for repacked tensors, else an empty one."""
         return "_x8" if _is_packed(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:

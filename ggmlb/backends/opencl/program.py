@@ -70,7 +70,7 @@ class Programs:
         self._idle: dict[ProgramKey, list[cl.Kernel]] = {}
 
     def borrow(self, keys: Sequence[ProgramKey]) -> list[Loan]:
-        """Build missing programs; return for each key a kernel object for exclusive use until `give_back`."""
+        """Build missing programs; return a kernel object for each key, exclusive until `give_back`."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._built]
         if missing:
             self._build_all(missing)

@@ -15,8 +15,8 @@ from ggmlb.system.process import LibraryGuard
 guard: Final = LibraryGuard("OpenCL")
 
 LOST: Final = frozenset({-2, -34, -36, -9999})
-"""What runtimes answer to commands on a device that is gone: CL_DEVICE_NOT_AVAILABLE, CL_INVALID_CONTEXT,
-CL_INVALID_COMMAND_QUEUE, and NVIDIA's code for a kernel that read or wrote beyond all memory."""
+"""Status codes for a lost device: CL_DEVICE_NOT_AVAILABLE, CL_INVALID_CONTEXT,
+CL_INVALID_COMMAND_QUEUE, and NVIDIA's for a kernel with an illegal address."""
 
 
 @contextmanager

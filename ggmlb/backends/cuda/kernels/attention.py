@@ -93,10 +93,10 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _in_pairs(mask: Tensor) -> bool:
-    """Whether each two neighbours in a row of halves are an aligned word."""
+    """Whether rows of f16 consist of aligned 4-byte words."""
     return mask.ne[0] % 2 == 0 and not any(x % 4 for x in (mask.offset, *mask.nb[1:]))
 
 
 def _in_vectors(t: Tensor) -> bool:
-    """Whether rows are halves in aligned vectors of 16 bytes."""
+    """Whether rows of f16 consist of aligned 16-byte vectors."""
     return t.dtype is DType.F16 and not any(x % 16 for x in (t.offset, *t.nb[1:]))

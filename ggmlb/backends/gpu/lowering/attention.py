@@ -17,7 +17,7 @@ MAX_HEAD_SIZE = 576
 """Largest head size that fits in local memory."""
 
 MAX_QUERIES = 8
-"""Queries per core at once."""
+"""Most queries per work-group, on CPUs."""
 
 
 def _head_sizes(node: Tensor) -> str | None:
@@ -48,9 +48,9 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     if sinks is not None:
         flags["SINKS"] = 1
     n_groups = max(k.ne[2], v.ne[2]) * q.ne[3]
-    n_queries = q.ne[1] * q.ne[2] * q.ne[3] // n_groups  # that share keys
+    n_queries = q.ne[1] * q.ne[2] * q.ne[3] // n_groups  # per KV head
     at_once = queries_at_once(target, n_queries, n_groups)
-    work = k.ne[1] * (k.ne[0] + v.ne[0])  # of a query
+    work = k.ne[1] * (k.ne[0] + v.ne[0])  # per query
     groups = target.groups_for(n_groups * -(-n_queries // at_once), work * at_once)
     return [
         launch(

@@ -64,7 +64,7 @@ def _moved(target: Target, kernel: str, a: Mem, d: Mem, beside: Sequence[Mem] = 
 
 
 def _as_words(a: Mem, d: Mem, target: Target) -> tuple[Mem, Mem]:
-    """Return two mems of one type as integers where bytes are moved: quantised, or rows without gaps."""
+    """Return two tensors of one type as integers, to copy bytes: quantised, or with contiguous rows."""
     dtype = a.dtype
     if not dtype.is_quantized and any(m.nb[0] != dtype.type_size for m in (a, d)):
         return a, d

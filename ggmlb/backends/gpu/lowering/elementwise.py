@@ -15,7 +15,7 @@ _NUMBERS: dict[Op | UnaryOp, tuple[str, ...]] = {
     Op.LEAKY_RELU: ("negative_slope",),
     UnaryOp.XIELU: ("alpha_n", "alpha_p", "beta", "eps"),
 }
-"""Params that a function takes, in the order of the kernel's p0 to p3."""
+"""Parameters of functions, in the order of the kernel's p0 to p3."""
 
 
 @RULES.rule(

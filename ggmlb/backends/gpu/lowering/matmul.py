@@ -44,7 +44,7 @@ def _rest(a: Mem) -> dict[str, str | int]:
 
 
 def _rows_per_group(target: Target, a: Mem, n_columns: int) -> int:
-    """Return the rows of the weights per group: one, or a core's share."""
+    """Return the rows of the weights per group: one, or on CPUs several."""
     if not target.on_cpu:
         return 1
     most = -(-a.ne[1] // (4 * target.n_units))
@@ -59,7 +59,7 @@ def _rows_at_once(target: Target, a: Mem, columns: int) -> int:
 
 
 def too_many_groups(target: Target, y: int, z: int) -> str | None:
-    """Return why a grid of `y` by `z` groups (dimensions 1 and 2) is too large for the device, or `None`."""
+    """Return why a grid of `y` by `z` groups is too large for the device, or `None`."""
     if y <= target.max_groups >= z:
         return None
     return f"its {y} x {z} groups of work exceed the device's limit of {target.max_groups}"
@@ -155,11 +155,11 @@ def _out_prod(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, "out_prod", [a, b, eights], *factors, EIGHTS=1)]
 
 
-# -- with what follows -------------------------------------------------------------------------
+# -- fused -------------------------------------------------------------------------------------
 
 
 class Glu(NamedTuple):
-    """The second product (up) of a gated unit, and the unit's activation and parameters."""
+    """The up product of a gated unit, and the unit's activation and parameters."""
 
     a: Mem
     bias: Mem | None

@@ -77,7 +77,7 @@ def _in_planes(node: Tensor) -> str | None:
 
 @RULES.rule(Op.GROUP_NORM, operands(FLOATS), _in_planes)
 def _group_norm(node: Tensor, target: Target) -> list[Launch]:
-    """A group of channels is a row; the last one may be shorter, and some empty."""
+    """Each group of channels is a row; the last may be shorter, some may be empty."""
     plane, n_channels, n_images = node.ne[0] * node.ne[1], node.ne[2], node.ne[3]
     size = -(-n_channels // node.params["n_groups"])
     launches = []
@@ -100,7 +100,7 @@ def _group_norm(node: Tensor, target: Target) -> list[Launch]:
 def _soft_max(node: Tensor, target: Target) -> list[Launch]:
     a = node.operand(0)
     mask, sinks = node.optional(1), node.optional(2)
-    mems = [Mem.of(t or node) for t in (a, mask, sinks, node)]  # an absent one is not read
+    mems = [Mem.of(t or node) for t in (a, mask, sinks, node)]  # absent operands are not read
     flags = {"MASK": 1} if mask is not None else {}
     if sinks is not None:
         flags["SINKS"] = 1

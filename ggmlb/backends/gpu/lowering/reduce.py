@@ -77,7 +77,7 @@ def in_two_passes(target: Target, name: str, mems: list[Mem], d: Mem, *, cut: bo
 
 
 def _rows(row: Mem, first: int, n: int, length: int) -> Mem:
-    """Return `n` rows of a length, cut out of one row from its element `first` on."""
+    """Return `n` rows of a length, consecutive in one row from element `first` on."""
     nb0 = row.nb[0]
     return row.window((length, n, 1, 1), (nb0, length * nb0, 0, 0), first * nb0)
 

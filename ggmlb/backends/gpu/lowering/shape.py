@@ -134,7 +134,7 @@ def _get_rel_pos(node: Tensor, target: Target) -> list[Launch]:
 
 @RULES.rule(Op.ADD_REL_POS, all_operands(F32))
 def _add_rel_pos(node: Tensor, target: Target) -> list[Launch]:
-    """In `a`, an image's places are one dimension; `pw` and `ph` are contiguous, so theirs become one."""
+    """`a` has an image's positions in one dimension; `pw` and `ph` are reshaped to match."""
     a, *positions = map(Mem.of, node.sources)
     along, down = (
         m.window((m.ne[0], m.ne[1] * m.ne[2], m.ne[3], 1), (m.nb[0], m.nb[1], m.nb[3], 0)) for m in positions
