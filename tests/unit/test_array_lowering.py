@@ -37,7 +37,7 @@ def test_operands_of_any_type_meet_in_float32(cpu, a_type, b_type):
 def test_blocks_meet_whole_rows_only(cpu):
     p = Program()
     a, b = p.leaf((64, 3, 2), DType.Q8_0), p.leaf((64, 1, 2), DType.Q8_0)
-    why = "blocks and rows of src1 that repeat do not go together"
+    why = "src1 repeats along rows, which is impossible with quantised operands"
     assert cpu.device.declines(p.ctx.add(a, p.leaf((32,)))) == why
     got, x, y = p.compute(cpu, p.ctx.add(a, b), a, b)
     np.testing.assert_allclose(got, x + y, atol=0.03)

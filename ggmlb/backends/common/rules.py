@@ -239,7 +239,7 @@ def same_shape_of_blocks(node: Tensor) -> str | None:
     """Condition that src0 and the result have equal shapes, if one of them is quantised."""
     a = node.operand(0)
     if a.ne != node.ne and (a.dtype.is_quantized or node.dtype.is_quantized):
-        return "a copy between shapes of quantised tensors"
+        return "src0 and the result have different shapes, and one is quantised"
     return None
 
 

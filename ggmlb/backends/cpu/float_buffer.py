@@ -76,7 +76,7 @@ class FloatBuffer(PackedBuffer, HostBuffer):
         if self.packing(tensor) and (not tensor.is_contiguous() or tensor.view_offs):
             raise ShapeError(
                 f"{tensor.describe()}: {self.name} memory holds whole contiguous weights only, "
-                "no views of them"
+                "no views of them; place it in CPU memory"
             )
 
     def group_nbytes(self, tensor: Tensor) -> int:

@@ -63,7 +63,7 @@ def copy(dst: Array, src: Array) -> None:
 
 
 def load_f16(dst: Array, src: Array) -> None:
-    """Move the bits of each half into a float32, and correct the exponent by a product.
+    """Convert f16 to float32: shift the bits, and correct the exponent by a multiplication.
 
     The sign extends over the upper bits when a half becomes an `int32`, and is masked down to one.
     Subnormal halves come out right; infinities and NaN would not, and are left to NumPy.
@@ -78,14 +78,14 @@ def load_f16(dst: Array, src: Array) -> None:
 
 
 def load_bf16(dst: Array, src: Array) -> None:
-    """Place the 16 bits in the upper half of each float32."""
+    """Convert bf16 to float32, whose upper 16 bits it is."""
     bits = dst.view(np.uint32)
     np.copyto(bits, src)
     np.left_shift(bits, np.uint32(16), out=bits)
 
 
 def store_bf16(dst: Array, src: Array) -> None:
-    """Round to nearest, ties to even; NaN stays NaN."""
+    """Convert float32 to bf16; rounds to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(src).view(np.uint32)
     rounded = (bits >> np.uint32(16)) & np.uint32(1)
     rounded += np.uint32(0x7FFF)

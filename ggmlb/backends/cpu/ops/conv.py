@@ -78,7 +78,7 @@ def memory_order(x: View) -> list[int]:
 
 
 def unpadded(x: View, axes: Sequence[Axis]) -> View:
-    """The data within its padding."""
+    """The view without its padding."""
     for i, a in enumerate(axes):
         x = x.cut(2 + i, a.padding, a.n)
     return x

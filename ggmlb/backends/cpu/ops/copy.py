@@ -23,7 +23,7 @@ def _copies(node: Tensor) -> str | None:
     if not (node.dtype.is_quantized or src.dtype.is_quantized):
         return None
     if not (src.is_contiguous_rows() and node.is_contiguous_rows()):
-        return "blocks can only be copied along contiguous rows"
+        return "quantised tensors must have contiguous rows"
     if node.ne != src.ne and not (src.is_contiguous() or node.is_contiguous()):
         return "the shapes differ, and neither src0 nor the result is contiguous"
     return None

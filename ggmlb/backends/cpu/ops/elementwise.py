@@ -184,7 +184,7 @@ FUNCTIONS: dict[Op | UnaryOp, tuple[Kernel, int, int]] = {
 
 def _is_known(node: Tensor) -> str | None:
     op = node.params.get("op", node.op)
-    return None if op in FUNCTIONS else f"it has no function {op!r}"
+    return None if op in FUNCTIONS else f"no kernel for function {op!r}"
 
 
 @RULES.rule((Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS), operands(FLOATS), _is_known)
@@ -258,7 +258,7 @@ def _whole_rows(node: Tensor) -> str | None:
     a, b = node.sources
     if b.ne[0] == node.ne[0] or not (a.dtype.is_quantized or b.dtype.is_quantized or node.dtype.is_quantized):
         return None
-    return "blocks and rows of src1 that repeat do not go together"
+    return "src1 repeats along rows, which is impossible with quantised operands"
 
 
 _UFUNCS = {Op.ADD: np.add, Op.ADD1: np.add, Op.SUB: np.subtract, Op.MUL: np.multiply, Op.DIV: np.divide}
@@ -287,7 +287,9 @@ ACTIVATIONS: dict[GluOp, tuple[Kernel, int, int]] = {
 def _has_activation(node: Tensor) -> str | None:
     op = node.params["op"]
     return (
-        None if op in ACTIVATIONS or op in (GluOp.REGLU, GluOp.SWIGLU_OAI) else f"it has no function {op!r}"
+        None
+        if op in ACTIVATIONS or op in (GluOp.REGLU, GluOp.SWIGLU_OAI)
+        else f"no kernel for function {op!r}"
     )
 
 

@@ -40,7 +40,7 @@ def scan(
     tokens: Sequence[View],
     held: Sequence[View] = (),
 ) -> None:
-    """Emit `advance(new, old, *token, *held)` for each token in turn; threads share sequences or heads.
+    """Emit `advance(new, old, *token, *held)` for each token in turn; threads divide sequences or heads.
 
     All arrays have the dimensions of sequences and heads in common, or 1 in place of them.
 

@@ -71,7 +71,7 @@ def _heads_of_group(node: Tensor, n_pieces: int, target: Target) -> int:
 
 
 def _to_floats(group: Group) -> str | None:
-    return None if group.result.dtype in FLOATS else "the cache is not of floats"
+    return None if group.result.dtype in FLOATS else "the cache is not f32, f16 or bf16"
 
 
 @RULES.rule("rope_set_rows", _to_floats)
