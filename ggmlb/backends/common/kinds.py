@@ -44,7 +44,7 @@ class Kinds(Generic[Lowered]):
         self._numbers = count()  # of new forms; never reused, as kinds contain them
 
     def numbered(self, keys: Iterable[Hashable]) -> list[int]:
-        """Return a number for each operand form, the same for equal forms."""
+        """Return a unique integer id for each form (layout, alignment, packing) of an operand."""
         return list(map(self.forms.setdefault, keys, self._numbers))
 
     def make_room(self) -> None:

@@ -376,7 +376,7 @@ class TiledGroup:
         self._ranges: list[list[list[Range]]] | None = None
 
     def accepts(self, stage: TileStage) -> bool:
-        """Add a stage (memory bound) if it can run tile by tile with the others; return whether it can."""
+        """Add a stage if it can run tile by tile with the others; return whether it can."""
         n_tiles, own = len(self._bounds) - 1, self.stages[0].n
         if not LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * NodeLowering.tile * n_tiles:
             return False

@@ -214,4 +214,4 @@ class CpuPlan(GraphPlan):
                 together = []
             elif node.op not in NO_OPS and not node.is_empty:
                 together.append(node.describe())
-        raise AssertionError(f"step {step} is beyond the steps of all nodes")
+        raise AssertionError(f"step index too large by {step + 1}: report this bug in ggmlb")

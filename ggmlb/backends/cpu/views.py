@@ -67,7 +67,7 @@ class View:
         return cls(memory, dtype, item, 0, shape, packed_strides(shape, item.itemsize))
 
     def place(self) -> Place:
-        """Return memory number and layout of the array; if memory is bound, the array as a constant."""
+        """Return the memory number and layout, from which a plan makes the array; or a constant's array."""
         if isinstance(self.memory, int):
             return self.memory, self.item, self.offset, self.shape, self.strides
         return CONSTANT, np.ndarray(self.shape, self.item, self.memory, self.offset, self.strides), 0, (), ()
@@ -235,7 +235,7 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
 
 
 def grouped(a: View, *others: View) -> list[View]:
-    """Merge broadcast dimensions into the rows of `others`, so that each matrix of `a` is multiplied once.
+    """Reshape the operands of a product: the batch dimensions that `a` is broadcast over become rows.
 
     `a` is `[n3, n2, m, k]`; it repeats over the others, `[n3 r3, n2 r2, rows, columns]`. It is returned
     as `[n3, n2, 1.., m, k]`, the others as `[n3, n2, .., rows, columns]`.

@@ -301,7 +301,7 @@ class Pages:
         self._is_writeable = array.flags.writeable
 
     def holds(self, other: Pages) -> bool:
-        """Whether it contains the range `other`, and is writable if that is."""
+        """Whether these pages contain `other`; read-only pages contain only read-only ones."""
         may_be_used = self._is_writeable or not other._is_writeable
         return may_be_used and self.start <= other.start and other.stop <= self.stop
 

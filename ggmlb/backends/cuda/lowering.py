@@ -44,7 +44,7 @@ class CudaLowering(NamedTuple):
         return [x for x in lower(item, self.target, RULES) if not isinstance(x, Launch) or 0 not in x.groups]
 
     def step(self, request: Request, slots: tuple[int, ...]) -> tuple[Request, Hashable]:
-        """As `KindLowering.step`; with the key by which CUDA graphs are reused."""
+        """As `KindLowering.step`; adds a key: CUDA graphs of steps with equal keys are interchangeable."""
         if isinstance(request, Launch):
             return request, (request.kernel.name, request.defines, request.wg)
         # The library may use other kernels for other shapes.

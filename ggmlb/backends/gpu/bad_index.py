@@ -28,7 +28,7 @@ N_WORDS: Final = 3
 
 
 class BadIndices:
-    """A stream's record of out-of-range indices, and the nodes of its steps' numbers."""
+    """A stream's record of out-of-range indices, and a map from step number to node."""
 
     def __init__(self) -> None:
         self._lock = Lock()

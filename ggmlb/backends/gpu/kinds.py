@@ -304,7 +304,7 @@ class BoundItems(Generic[Step]):
     def give(
         self, scratch: Buffer | None, places: Sequence[int], records: Sequence[tuple[Buffer, int]]
     ) -> None:
-        """Set the memory of scratch (offsets in one buffer) and of records (buffer and step number)."""
+        """Bind scratch slots to offsets in a buffer, and `bad` arguments to the record of bad indices."""
         for i, place in zip(self._of_pieces, places, strict=True):
             self.memory[i], self._offsets[i] = scratch, place
         for i, (buffer, offset) in zip(self._of_records, records, strict=True):

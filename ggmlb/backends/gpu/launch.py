@@ -84,7 +84,7 @@ class Scratch:
 
 @dataclass(slots=True, eq=False)
 class BadIndex:
-    """Bounds check of a node's indices on the device (`bad_index`): the kernel argument `bad`.
+    """Placeholder for the kernel argument `bad`, to which a bounds check of indices writes (`bad_index`).
 
     Attributes:
         node: The node that the launches compute.

@@ -35,7 +35,7 @@ PRODUCT: Final = operands(READ_IN_EIGHTS, FLOATS), in_rows(0, 1)
 
 
 def has_tiles(target: Target) -> bool:
-    """Whether the tiled kernels for many columns run here: always on CPUs, else with groups of 256."""
+    """Whether the device can run the tiled kernels: every CPU, and GPUs with work-groups of 256 items."""
     return target.on_cpu or target.max_wg >= TILE_WG
 
 
