@@ -174,8 +174,8 @@ def _print(report: Report) -> None:
         uses = [use for use in table if use.device == device]
         rows += [Row((device, use.memory, use.kind, readable_size(use.nbytes))) for use in uses]
         free = planner.free[device]
-        room = "unknown" if free == float("inf") else f"{int(free):,}"
-        cells = (device, "", "total", f"{table.total(device):,}", room)
+        room = "unknown" if free == float("inf") else readable_size(int(free))
+        cells = (device, "", "total", readable_size(table.total(device)), room)
         rows.append(Row(cells, "red" if device in chosen.short else "bold"))
     print_table(out, f"{planner.file.path.name}: {config.n_layer} layers, {context}", COLUMNS, rows)
     parts = ", ".join(f"{name} {readable_size(n)}" for name, n in process.items() if n)
@@ -186,8 +186,10 @@ def _print(report: Report) -> None:
         plain.echo(f"{name}: {words}; each token reads {readable_size(cost.read)} of weights{moved}")
     if chosen.short:
         for device, n in chosen.short.items():
-            plain.echo(f"does not fit: {device} lacks {readable_size(n)} ({n:,} bytes)")
-        plain.echo(f"would fit: {', or '.join(advice)}" if advice else "nothing fits: name further devices")
+            plain.echo(f"does not fit: {device} lacks {readable_size(n)}")
+        plain.echo(
+            f"would fit: {', or '.join(advice)}" if advice else "no option makes it fit: name further devices"
+        )
     elif len(strategies) > 1:
         plain.echo(f"to load it like this: --split-mode {chosen.name}")
 
