@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 GgufArgument = Annotated[Path, typer.Argument(metavar="A.gguf", help="Reference, a GGUF file.")]
 OtherArgument = Annotated[
-    Path | None, typer.Argument(metavar="B.gguf", help="The same model, quantised otherwise.")
+    Path | None, typer.Argument(metavar="B.gguf", help="GGUF file of the same model in another quantisation.")
 ]
 
 SHARES = {"median": 0.5, "99 %": 0.99, "largest": 1.0}
@@ -38,7 +38,8 @@ def compare(
     ] = None,
     ctx: Annotated[int, typer.Option("--ctx", "-c", help="Chunk size in tokens.", min=1)] = 512,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="Maximum number of tokens of the text.", min=1)
+        int | None,
+        typer.Option("--max-tokens", "-n", help="Maximum number of tokens (default: all).", min=1),
     ] = None,
     as_json: JsonOption = False,
     devices: DevicesOption = None,

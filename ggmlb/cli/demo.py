@@ -27,7 +27,11 @@ def demo(
     layers_on: LayersOption = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", "-m", help="GGUF file; for search, a model folder."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="GGUF file, or model folder for search (default: the installed model).",
+        ),
     ] = None,
 ) -> None:
     """Answer a question with a language model, then again with its layers split over two devices.
@@ -46,7 +50,7 @@ def demo(
     elif what == "chat":
         _chat(console(), names, requests, model)
     else:
-        raise ArgumentError(f"demo {what}: there are chat and search")
+        raise ArgumentError(f"there is no demo {what!r}; give chat or search")
 
 
 def _chat(

@@ -43,10 +43,10 @@ ERRORS = (Column("NMSE", right=True), Column("Max error", right=True, drop=1))
 
 @dataclass(frozen=True, slots=True)
 class DiffProgram:
-    """A program to compare.
+    """A graph to compute on two devices, with its inputs.
 
     Attributes:
-        name: For the table.
+        name: Name in the table.
         limit: The allowed NMSE.
         graph: Its graph, unplaced tensors included.
         fill: Writes the inputs of the placed graph.
@@ -100,7 +100,7 @@ def diff(
             "--pattern",
             "-p",
             metavar="REGEX",
-            help="Pattern of the ids of golden programs to run (default: all).",
+            help="Regular expression that selects golden programs by id (default: all).",
         ),
     ] = "",
     nmse: Annotated[
@@ -127,8 +127,8 @@ def diff(
 ) -> None:
     """Compute a model or program on two devices, node by node, and show the first difference.
 
-    The exit status is 1 if they differ. Leafs of programs without values get random numbers, integers 0. Ops
-    of a model that a device declines run on the CPU.
+    The exit status is 1 if they differ. A leaf without values from the program gets random numbers, a leaf of
+    integers zeros. Ops of a model that a device does not support run on the CPU.
 
     Examples:
       ggmlb diff -d CPU,LLVM model.gguf --max-tokens 64
@@ -140,8 +140,12 @@ def diff(
         raise ArgumentError(f"--devices {devices}: give two devices, as CPU,OpenCL0")
     program = str(model_file(Path(program) if program else None, model))
     is_model = program.endswith(".gguf")
-    if pattern if is_model else prompt or max_tokens:
-        raise ArgumentError("--pattern is for golden programs, --prompt and --max-tokens are for models")
+    if is_model and pattern:
+        raise ArgumentError(
+            f"--pattern {pattern}: {program} is a model, without golden programs; leave it out"
+        )
+    if not is_model and (prompt or max_tokens):
+        raise ArgumentError(f"{program} is no GGUF file; leave out --prompt and --max-tokens")
     programs = [] if is_model else list(_programs(program, pattern))  # which may register a device
     device_names(devices)
     if is_model:
@@ -202,10 +206,12 @@ def _programs(text: str, pattern: str) -> Iterable[DiffProgram]:
         try:
             wanted = re.compile(pattern)
         except re.error as error:
-            raise ArgumentError(f"--pattern {pattern}: {error}") from None
+            raise ArgumentError(f"--pattern {pattern}: {error}; give a regular expression") from None
         cases = [case for case in load_cases(path) if wanted.search(case.id)]
         if not cases:
-            raise ArgumentError(f"diff: no program in {text} has an id that contains {pattern!r}")
+            raise ArgumentError(
+                f"diff: no program in {text} has an id that matches {pattern!r}; give another --pattern"
+            )
         return map(_golden, cases)
     return [_own(text)]
 
@@ -250,7 +256,7 @@ def _module(where: str) -> ModuleType:
         return importlib.import_module(where)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ArgumentError(f"diff: there is no file {where}")
+        raise ArgumentError(f"diff: there is no file {where}; give FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -259,7 +265,7 @@ def _module(where: str) -> ModuleType:
 def _fill(leafs: list[Tensor], values: Mapping[str, Any]) -> None:
     unknown = set(values) - {leaf.name for leaf in leafs}
     if unknown:
-        raise ArgumentError(f"diff: values for {sorted(unknown)}, but no unplaced leaf has that name")
+        raise ArgumentError(f"diff: values for {sorted(unknown)}: no leaf without a buffer has that name")
     random = np.random.default_rng(0)
     for leaf in leafs:
         if leaf.name in values:

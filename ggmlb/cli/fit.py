@@ -59,14 +59,14 @@ OTHER_TYPES = ("q8_0", "q4_0")
 
 
 class Report(NamedTuple):
-    """The printed report.
+    """The memory of a model and the split modes compared, to be printed.
 
     Attributes:
-        strategies: All strategies.
-        chosen: The strategy in use.
+        strategies: All split modes.
+        chosen: The split mode in use.
         planner: Its planner.
         fit: Its placement and memory.
-        process: Bytes of this process, and those that loading and computing add beside the buffers.
+        process: Bytes of this process, and bytes that loading and computing add outside of buffers.
         advice: Options with which the model would fit.
     """
 
@@ -99,10 +99,10 @@ def fit(
 ) -> None:
     """Show the memory of a model by device and kind, to the byte, and whether it fits; no weights are read.
 
-    Layers and experts are placed so that they fit, unless options place them. Where there are several
-    memories, all ways to share the model among devices (--split-mode) are shown with the predicted time of a
-    token at the end of a full context, from measured bandwidths; the fastest that fits is chosen. If the
-    model does not fit, the status is 1, and options with which it would fit are shown.
+    Layers and experts are placed so that they fit, unless options place them. For several devices with
+    memory of their own, each split mode is shown with the predicted time per token at full context, from
+    measured bandwidths; the fastest that fits is chosen. If the model does not fit, the exit status is 1, and
+    options with which it would fit are shown.
 
     Examples:
       ggmlb fit model.gguf -d OpenCL0,CPU --ctx 8192
@@ -138,7 +138,7 @@ def fit(
 
 
 def _advice(planner: Planner) -> Iterator[str]:
-    """Yield options with which it would fit."""
+    """Yield options with which the model would fit."""
     from ggmlb import DType
 
     most = planner.largest_context()

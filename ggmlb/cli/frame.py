@@ -67,7 +67,7 @@ class Column(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a table, in a style of its own."""
+    """A row of a table; `style` is rich's, for the whole row."""
 
     cells: Sequence[str]
     style: str = ""

@@ -32,7 +32,7 @@ ModelArgument = Annotated[
 ]
 ModelFileOption = Annotated[
     Path | None,
-    typer.Option("--model", "-m", metavar="FILE", help="GGUF file, in place of the argument MODEL."),
+    typer.Option("--model", "-m", metavar="FILE", help="GGUF file; the same as the argument MODEL."),
 ]
 GpuLayersOption = Annotated[
     int | None,
@@ -113,7 +113,7 @@ LoraOption = Annotated[
     typer.Option(
         "--lora",
         metavar="FILE[=SCALE]",
-        help="LoRA adapter, a GGUF file, with its scale (default 1); repeatable.",
+        help="LoRA adapter, a GGUF file; =SCALE multiplies its effect (default: 1); repeatable.",
     ),
 ]
 
@@ -132,7 +132,7 @@ def model_file(argument: Path | None, option: Path | None) -> Path:
     """Return the model file, given as an argument or as an option.
 
     Raises:
-        BadParameter: It is not given, or twice.
+        BadParameter: Neither is given, or both.
     """
     if (argument is None) == (option is None):
         raise typer.BadParameter("give the model once: as the argument MODEL, or with --model FILE (-m)")
@@ -159,11 +159,11 @@ def open_model(
     threads: ThreadsOption = None,
     address: AddressOption = None,
 ) -> TextModel:
-    """Open a model as the options say.
+    """Open a model with the options of the command line.
 
     Raises:
         Error: As `TextModel`.
-        ArgumentError: An option is not as its help says.
+        ArgumentError: The value of an option is invalid.
     """
     from ggmlb.models import TextModel
 
@@ -187,9 +187,9 @@ def open_model(
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `open_model`, in place of its first parameter, an `OpenModel`.
+    """Decorate a command so that it has the options of `open_model`; its first parameter opens the model.
 
-    An option that the command has itself is its own: it passes it on when it opens the model, or not.
+    Of options that both have, the command's own is used; it may pass it to `open_model`.
     """
     (_, *own), options = _parameters(command), _parameters(open_model)
     names = {parameter.name for parameter in own}
@@ -226,10 +226,10 @@ def placement_of(
     split_mode: str = "layer",
     fit: bool = True,
 ) -> Placement:
-    """Return the placement that options ask for.
+    """Return the placement given by options.
 
     Raises:
-        ArgumentError: An option is not as its help says, or options contradict each other.
+        ArgumentError: The value of an option is invalid, or options contradict each other.
     """
     from ggmlb.models import Placement
     from ggmlb.models.devices import device_names as with_defaults
@@ -242,7 +242,7 @@ def placement_of(
     if split_mode != "layer":
         if layers is not None and split_mode != "best":
             raise ArgumentError(
-                f"--split-mode {split_mode}: --gpu-layers and --layers-on are for layer alone"
+                f"--split-mode {split_mode} chooses the layers; leave out --gpu-layers and --layers-on"
             )
         layers = split_mode if layers is None else layers
     elif layers is None and not fit:
@@ -262,14 +262,14 @@ def placement_of(
         overrides[EXPERTS] = host
     if kv_on is not None:
         if kv_on not in names:
-            raise ArgumentError(f"--kv-on {kv_on}: the devices are {', '.join(names)}")
+            raise ArgumentError(f"--kv-on {kv_on}: give one of the devices {', '.join(names)}")
         overrides[KV_CACHE] = kv_on
     cache = None if expert_cache is None else size_of(expert_cache, "--expert-cache")
     return Placement(named, layers, overrides, sizes_by_device(memory), cache)
 
 
 def file_and_scale(option: str) -> tuple[str, float]:
-    """Parse `FILE[=SCALE]`; what no number follows is a file's name with `=` in it."""
+    """Parse `FILE[=SCALE]`; if no number follows the last `=`, all of it is the file's name."""
     file, equals, scale = option.rpartition("=")
     try:
         return (file, float(scale)) if file and equals else (option, 1.0)

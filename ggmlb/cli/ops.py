@@ -21,10 +21,12 @@ def ops(
     as_json: JsonOption = False,
     markdown: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Markdown file for the table, one device of each backend."),
+        typer.Option(metavar="FILE", help="Markdown file to write, with the first device of each backend."),
     ] = None,
 ) -> None:
-    """Show the data types that each device supports as main operand of each op.
+    """Show the data types that each device supports in each op.
+
+    The type is that of the main operand: the weight of a product, the KV cache of an attention.
 
     Examples:
       ggmlb ops -d CPU,OpenCL0

@@ -62,7 +62,7 @@ def _writable(path: Path | None) -> Path | None:
 
 
 def count(*flags: str, help: str, least: int = 1) -> Any:
-    """An option that is a whole number."""
+    """Return an option whose value is an integer of at least `least`."""
     return typer.Option(*flags, metavar="N", help=help, min=least)
 
 
@@ -83,7 +83,7 @@ HtmlOption = Annotated[
         "--html",
         metavar="FILE",
         callback=_writable,
-        help="HTML report to write besides: machine, charts, tables with filters.",
+        help="HTML file for an additional report: machine, charts, tables with filters.",
     ),
 ]
 SomeDevicesOption = Annotated[
@@ -127,7 +127,7 @@ ModelOption = Annotated[
 
 
 def text_of(file: Path) -> str:
-    """Read a text.
+    """Return the text of a file.
 
     Raises:
         ArgumentError: The file cannot be read, is not UTF-8, or is empty.

@@ -1,4 +1,4 @@
-"""Output of commands: plain lines, and facts of devices."""
+"""Plain-text and JSON output of commands, and the properties of devices in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = tuple[str, "DeviceProps"]
 
 
 def echo(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
-    """Print lines with escaped control characters, by default on standard output; at once without `end`."""
+    """Print lines with escaped control characters, by default on standard output; flush if `end` is empty."""
     print(shown(text), file=stream, end=end, flush=not end)
 
 
@@ -91,7 +91,7 @@ def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:
 
 
 def notes() -> list[str]:
-    """Return a line for each usable backend whose devices rank after others of their type."""
+    """Return a line per backend whose devices rank after others of their type, with the reason."""
     import ggmlb
 
     return [

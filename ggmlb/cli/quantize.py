@@ -41,8 +41,8 @@ def quantize(
         list[str] | None,
         typer.Option(
             metavar="REGEX=TYPE",
-            help="Data type of the tensors whose names match a pattern, as 'ffn_down=q6_K'; the first match "
-            "decides (repeatable).",
+            help="Data type of the tensors whose names match a regular expression, as 'ffn_down=q6_K'; "
+            "repeatable, the first match counts.",
         ),
     ] = None,
     pure: Annotated[
@@ -58,8 +58,8 @@ def quantize(
 ) -> None:
     """Convert the matrices of a GGUF model to another data type.
 
-    Norms and other one-dimensional tensors keep their type. Tensors whose rows are no whole number of blocks
-    get a type of smaller blocks, and are listed.
+    Norms and other one-dimensional tensors keep their type. Tensors whose rows are not a multiple of the
+    block size get a type of smaller blocks, and are listed.
 
     Examples:
       ggmlb quantize model-f16.gguf model-q4_K_M.gguf --type q4_K_M

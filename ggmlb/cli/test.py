@@ -78,20 +78,26 @@ def test(
             "--ops",
             "-o",
             metavar="OP,OP,...",
-            help="Ops, or kinds of behaviour, to test (default: all).",
+            help="Ops to test, as mul_mat; in mode behaviour, kinds, as order (default: all).",
             autocompletion=complete_ops,
         ),
     ] = None,
     pattern: Annotated[
-        str, typer.Option("--pattern", "-p", metavar="REGEX", help="Pattern of case ids (default: all).")
+        str,
+        typer.Option(
+            "--pattern",
+            "-p",
+            metavar="REGEX",
+            help="Regular expression on case ids (default: all).",
+        ),
     ] = "",
     mode: Annotated[
         Mode,
         typer.Option(
             metavar="MODE",
             help="Kind of test. test: values and memory; support: supports_op is right for supported and "
-            "unsupported nodes; grad: gradients; perf: speed; behaviour: order, copies, buffers, plans; all: "
-            "these five, after an estimate of the time.",
+            "unsupported nodes; grad: gradients; perf: speed; behaviour: order of work, copies, "
+            "buffers and plans; all: these five, after an estimate of the time.",
         ),
     ] = Mode.test,
     format: Annotated[
@@ -111,7 +117,7 @@ def test(
         ),
     ] = None,
     limit: Annotated[
-        int, count("--limit", help="Number of cases per op (0: all); the first vary most.", least=0)
+        int, count("--limit", help="Number of cases per op; the first ones cover most (0: all).", least=0)
     ] = 0,
     xfail: Annotated[
         Path | None,

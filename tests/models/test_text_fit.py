@@ -259,13 +259,13 @@ def test_options_that_contradict_each_other(models: Callable[..., Path], capsys:
     path = str(models())
     for options, says in (
         ("-d OpenCL0 --cpu-experts", "--cpu-experts: none of OpenCL0 is a processor; add CPU"),
-        ("-d OpenCL0,CPU --kv-on CUDA9", "--kv-on CUDA9: the devices are OpenCL0, CPU"),
+        ("-d OpenCL0,CPU --kv-on CUDA9", "--kv-on CUDA9: give one of the devices OpenCL0, CPU"),
         ("-d OpenCL0 -ngl 1 --layers-on OpenCL0=1", "--gpu-layers and --layers-on were both given"),
     ):
         assert run(["fit", path, *options.split()]) == 1
         assert says in capsys.readouterr().err
     assert run(["generate", path, "-p", "A", "-ngl", "1", "--split-mode", "row"]) == 1
-    assert "--split-mode row: --gpu-layers and --layers-on are for layer alone" in capsys.readouterr().err
+    assert "--split-mode row chooses the layers; leave out --gpu-layers" in capsys.readouterr().err
 
 
 # -- the command -----------------------------------------------------------------------------------
