@@ -1,13 +1,12 @@
-"""Is a device right? In CI.
+"""Testing a device in CI.
 
-The kit of `ggmlb test`, from Python: the first cases of three ops on a device, compared with the CPU. A
-runner needs no program for that; this line ends with a status of its own for each outcome, as [ggmlb
-test](../cli/test.md) tells:
+The conformance kit from Python: the first cases of three ops on a device, compared with the CPU. The same on
+the command line, with a different exit status for each outcome ([ggmlb test](../cli/test.md)):
 
     ggmlb test -d OpenCL0 -o mul_mat,rope,soft_max --limit 3 --format junit --output report.xml
 
-pytest has it too: `pytest --pyargs ggmlb.testing --ggmlb-device OpenCL0`. Whole files for GitHub and GitLab
-are in [Conformance](../conformance.md#in-a-ci-runner).
+With pytest: `pytest --pyargs ggmlb.testing --ggmlb-device OpenCL0`. Complete files for GitHub and GitLab:
+ [Conformance](../conformance.md#in-a-ci-runner).
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""An op of your own, in Python.
+"""A custom op in Python.
 
-`map_custom1` and its kin take a function that fills the result's array. Such nodes run on the CPU, also
-between nodes of another device: the scheduler copies what crosses.
+`map_custom1` and similar ops take a function that fills the result's array. Such nodes run on the CPU, also
+between nodes of another device: the scheduler copies their inputs and results.
 """
 
 import numpy as np

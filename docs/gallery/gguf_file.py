@@ -1,7 +1,7 @@
-"""A GGUF file, written and read.
+"""Writing and reading a GGUF file.
 
 `save_gguf` takes arrays and blocks; `open_gguf` maps the file into memory, and `load` places its tensors for
-a graph, inside the mapped file where the device computes in host memory.
+a graph, in the mapped file if the device computes in host memory.
 """
 
 import tempfile

@@ -1,8 +1,8 @@
 """The product of a LoRA adapter.
 
-The weight stays in its blocks; two thin float32 matrices beside it change what it gives: `W x + s B (A x)`.
-The adapter is applied, changed and switched off without touching the weight. Text models do the same with
-files: [adapters](../text-models.md#adapters).
+The weight stays quantised; two float32 matrices of low rank are added to its product: `W x + s B (A x)`.
+The adapter is applied, changed and switched off without changing the weight. Text models do this with
+adapter files: [adapters](../text-models.md#adapters).
 """
 
 import numpy as np

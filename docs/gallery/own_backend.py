@@ -1,8 +1,8 @@
-"""A backend of your own.
+"""A minimal backend.
 
-Four classes: a registration, a device, a stream, and here ggmlb's own host memory. The device says what it
-can do, and why not where it cannot; the scheduler gives the rest to the CPU. [Writing a
-backend](../backend.md) is the long form.
+A registration, a device and a stream, with ggmlb's buffer type for host memory. The device declines other ops
+with a reason; the scheduler runs them on the CPU. For a complete one, see [Writing a
+backend](../backend.md).
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """A safetensors file.
 
-The arrays of a file become leafs of a graph; a type given to `from_array` quantises them on the way.
+The arrays of a file become leafs of a graph; `from_array` with a type quantises them.
 """
 
 import tempfile

@@ -1,7 +1,7 @@
 """Several devices.
 
-Weights decide: a product runs where its weight lies. The first layer's is on OpenCL0, the second's on the
-CPU; the scheduler cuts the graph in two, copies what crosses, and tells why each node is where it is.
+A product runs on the device of its weight. The first layer's is on OpenCL0, the second's on the CPU; the
+scheduler makes two splits, copies the result between them, and says why each node is where it is.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""PyTorch in and out.
+"""Exchanging tensors with PyTorch.
 
-Tensors of PyTorch on the CPU are taken without a copy, and given back without one. PyTorch is no dependency
-of ggmlb: where it is missing, the program says so and ends.
+Tensors of PyTorch on the CPU are shared without a copy, in both directions. PyTorch is not a dependency of
+ggmlb: without it, this program prints a note and ends.
 """
 
 import sys
@@ -15,9 +15,9 @@ except ImportError:
 
 theirs = torch.arange(6.0).reshape(2, 3)
 ctx = ggmlb.Context()
-x = ctx.from_array(theirs, copy=False, name="x")  # an error, if it could not be shared
+x = ctx.from_array(theirs, copy=False, name="x")  # raises an error if it cannot be shared
 print("in:", x.describe())
-theirs[0, 0] = 10  # seen on both sides
+theirs[0, 0] = 10  # visible on both sides
 
 with ggmlb.init_by_name("CPU") as cpu:
     y = ctx.sqr(x)

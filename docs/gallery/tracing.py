@@ -1,7 +1,8 @@
-"""Where the time goes.
+"""Timeline of a computation.
 
-A trace has a row for each device and thread, and is a file for [ui.perfetto.dev](https://ui.perfetto.dev). In
-a notebook it shows itself. Here the nodes and copies of each device are listed.
+A trace has a row for each device and thread, and is saved as a file for
+[ui.perfetto.dev](https://ui.perfetto.dev). In a notebook it draws itself. Here the nodes and copies of each
+device are listed.
 """
 
 import tempfile
@@ -32,7 +33,7 @@ with (
 
 rows = {e["pid"]: e["args"]["name"] for e in trace.events if e["name"] == "process_name"}
 slices = [e for e in trace.events if e["ph"] == "X"]
-for row, name in sorted(rows.items())[1:]:  # the first is the host's
+for row, name in sorted(rows.items())[1:]:  # without the first row, the host's
     nodes = [e["name"] for e in slices if e["pid"] == row and "f32[256, 256]" in e["name"]]
     print(name.partition(" (")[0], [node.rpartition(": ")[2] for node in nodes])
 print("slices with a time:", all(e["dur"] >= 0 for e in slices))

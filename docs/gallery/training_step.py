@@ -1,7 +1,7 @@
 """Training a classifier.
 
-The graph's gradients and the steps of AdamW run where the scheduler puts them: the weight is changed in its
-place, on the device.
+The scheduler assigns the gradients and the AdamW steps to devices like other nodes: the weight is updated in
+place, on its device.
 """
 
 import numpy as np

@@ -78,7 +78,7 @@ def test(
             "--ops",
             "-o",
             metavar="OP,OP,...",
-            help="Ops to test, as mul_mat; in mode behaviour, kinds, as order (default: all).",
+            help="Ops to test, as mul_mat; in mode behaviour, its checks, as transfers (default: all).",
             autocompletion=complete_ops,
         ),
     ] = None,
@@ -116,9 +116,7 @@ def test(
             help="Number of processes (default: one per core, at most 4; fewer for few cases; 1 for perf).",
         ),
     ] = None,
-    limit: Annotated[
-        int, count("--limit", help="Number of cases per op; the first ones cover most (0: all).", least=0)
-    ] = 0,
+    limit: Annotated[int, count("--limit", help="Maximum number of cases per op (0: all).", least=0)] = 0,
     xfail: Annotated[
         Path | None,
         typer.Option(
