@@ -11,7 +11,7 @@ from ggmlb import Context, Graph, Scheduler
 
 
 def top_half(out, a, ith, nth, userdata):
-    """Keep what is above the row's median; `ith` of `nth` threads does its share of the rows."""
+    """Keep the values above the row's median; thread `ith` of `nth` computes every `nth` row."""
     rows, results = a[0, 0], out[0, 0]
     for row in range(ith, len(rows), nth):
         results[row] = np.where(rows[row] > np.median(rows[row]), rows[row], userdata)

@@ -265,7 +265,7 @@ def _module(where: str) -> ModuleType:
 def _fill(leafs: list[Tensor], values: Mapping[str, Any]) -> None:
     unknown = set(values) - {leaf.name for leaf in leafs}
     if unknown:
-        raise ArgumentError(f"diff: values for {sorted(unknown)}: no leaf without a buffer has that name")
+        raise ArgumentError(f"diff: no leaf without a buffer is named {sorted(unknown)}; give names of leafs")
     random = np.random.default_rng(0)
     for leaf in leafs:
         if leaf.name in values:

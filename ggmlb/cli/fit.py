@@ -100,9 +100,9 @@ def fit(
     """Show the memory of a model by device and kind, to the byte, and whether it fits; no weights are read.
 
     Layers and experts are placed so that they fit, unless options place them. For several devices with
-    memory of their own, each split mode is shown with the predicted time per token at full context, from
-    measured bandwidths; the fastest that fits is chosen. If the model does not fit, the exit status is 1, and
-    options with which it would fit are shown.
+    separate memory, each split mode is shown with the predicted time per token at full context, from measured
+    bandwidths; the fastest that fits is chosen. If the model does not fit, the exit status is 1, and options
+    with which it would fit are shown.
 
     Examples:
       ggmlb fit model.gguf -d OpenCL0,CPU --ctx 8192

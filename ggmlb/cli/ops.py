@@ -21,7 +21,7 @@ def ops(
     as_json: JsonOption = False,
     markdown: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Markdown file to write, with the first device of each backend."),
+        typer.Option(metavar="FILE", help="Markdown file for the table, with one column per backend."),
     ] = None,
 ) -> None:
     """Show the data types that each device supports in each op.

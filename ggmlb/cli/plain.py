@@ -91,7 +91,7 @@ def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:
 
 
 def notes() -> list[str]:
-    """Return a line per backend whose devices rank after others of their type, with the reason."""
+    """Return a line per backend whose devices have lower priority than others of their type, with why."""
     import ggmlb
 
     return [

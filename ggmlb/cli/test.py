@@ -78,7 +78,7 @@ def test(
             "--ops",
             "-o",
             metavar="OP,OP,...",
-            help="Ops to test, as mul_mat; in mode behaviour, its checks, as transfers (default: all).",
+            help="Ops to test, as mul_mat, or checks of --mode behaviour, as transfers (default: all).",
             autocompletion=complete_ops,
         ),
     ] = None,

@@ -131,7 +131,7 @@ def test_a_row_for_each_of_several_programs(told):
         (["--devices", "CPU,CPU", "{program}:what"], "has no function 'what'"),
         (["--devices", "CPU,CPU", "{program}:fails"], "failed: KeyError: 'a'"),
         (["--devices", "CPU,CPU", "{program}:nothing"], "returned NoneType; return a Graph"),
-        (["--devices", "CPU,CPU", "{program}:misnamed"], "no leaf without a buffer has that name"),
+        (["--devices", "CPU,CPU", "{program}:misnamed"], "no leaf without a buffer is named ['y']"),
         (["--devices", "CPU,CPU", "{program}", "-n", "3"], "leave out --prompt and --max-tokens"),
         (["--devices", "CPU,CPU", "missing.gguf", "-p", "x"], "is a model, without golden programs"),
         (["--devices", "CPU,CPU", "missing.gguf"], "there is no file missing.gguf"),
