@@ -54,7 +54,7 @@ def test_the_table(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not UTF-8" in lines["bad"]
     assert "F32" in lines["<w>"] and "32, 2" in lines["<w>"] and "256 B" in lines["<w>"]
     assert r"q\x1b[2J" in lines
-    assert "2, 192 parameters, 328 B, 13.67 bits each" in out
+    assert "2, 192 parameters, 328 B, 13.67 bits per parameter" in out
     assert "F32 1 (256 B), Q4_0 1 (72 B)" in out
 
 

@@ -61,7 +61,7 @@ def test_make_targets_and_extras_exist() -> None:
     )
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)", README))
 def test_links_lead_somewhere(link: str) -> None:
     assert (ROOT / link).exists()
 

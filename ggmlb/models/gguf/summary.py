@@ -70,7 +70,7 @@ def facts(file: GgufFile) -> dict[str, str]:
         "format": f"GGUF version {file.version}, tensors aligned to {file.alignment} bytes",
         "parts": str(len(file.parts)) if len(file.parts) > 1 else "",
         "tensors": f"{len(file)}, {_parameters(n_elements)}, {readable_size(file.nbytes)}"
-        + (f", {8 * file.nbytes / n_elements:.2f} bits each" if n_elements else ""),
+        + (f", {8 * file.nbytes / n_elements:.2f} bits per parameter" if n_elements else ""),
         "types": ", ".join(f"{name} {counts[name]} ({readable_size(n)})" for name, n in sizes.most_common()),
     }
 
