@@ -54,7 +54,7 @@ def read(
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{path} is no checkpoint of ggmlb.optimize") from None
     if made_by != optimizer:
-        raise ModelError(f"{path} is of the optimizer {made_by}, not of {optimizer}")
+        raise ModelError(f"{path} is of the optimizer {made_by}, not of {optimizer}; use {made_by}")
     for name, shape in shapes.items():
         if found.get(name) != ("F32", shape):
             there = "{} {}".format(*found[name]) if name in found else "missing"

@@ -229,7 +229,7 @@ class OptContext(Unique, Closeable):
         grads = {p: accs.get(p, g) for p in params if (g := graph.grad(p)) is not None}
         if not grads:
             raise ArgumentError(
-                "OptContext: no gradient reaches the parameters: every path to them has an op without one"
+                "OptContext: no gradient reaches the parameters: each path has an op without gradient"
             )
         steps = {p: optimizer.step(ctx, p, g, self._moments[p], self._numbers) for p, g in grads.items()}
         if accs:
@@ -249,7 +249,7 @@ class OptContext(Unique, Closeable):
 
     @property
     def training_graph(self) -> Graph:
-        """The training graph, with optimizer steps unless gradients are accumulated."""
+        """Forward and backward pass, with optimizer steps unless gradients are accumulated."""
         return self._training
 
     def grad_acc(self, param: Tensor) -> Tensor | None:
@@ -291,8 +291,8 @@ class OptContext(Unique, Closeable):
         if len(data) != len(self.inputs) or (labels is None) != (self.labels is None):
             need = "no labels" if self.labels is None else "labels"
             raise ArgumentError(
-                f"set_batch: {len(data)} arrays {'without' if labels is None else 'with'} labels; the graph "
-                f"has {len(self.inputs)} inputs, the loss needs {need}"
+                f"set_batch: {len(data)} arrays {'without' if labels is None else 'with'} labels; give "
+                f"{len(self.inputs)} arrays, one per input; the loss needs {need}"
             )
         for tensor, array in zip(self.inputs, data, strict=True):
             _fill(tensor, array)
@@ -358,8 +358,8 @@ class OptContext(Unique, Closeable):
             made = self._scheduled()
             if type(made) is not type(self.optimizer):
                 raise ArgumentError(
-                    f"OptContext: the schedule returned {made!r}, and before it "
-                    f"{type(self.optimizer).__name__}; return one kind"
+                    f"OptContext: the schedule returned {made!r} after "
+                    f"{type(self.optimizer).__name__}; always return the same class"
                 )
             self.optimizer = made
         self._numbers.set_array(self.optimizer.numbers(self.iteration + 1))
@@ -446,8 +446,8 @@ class OptContext(Unique, Closeable):
         n_train = int(len(dataset) * (1 - val_split)) // logical * logical
         if n_train == 0:
             raise ArgumentError(
-                f"fit: {len(dataset)} data points, of which a share of {val_split} is set aside, do not fill "
-                f"a step of {logical}; give more"
+                f"fit: {len(dataset)} data points with val_split {val_split} do not fill a training step "
+                f"of {logical}; give more"
             )
         found: list[Epoch] = []
         for _ in range(n_epochs):
@@ -520,7 +520,7 @@ class OptContext(Unique, Closeable):
 
 
 def batch_size(inputs: Tensor | Sequence[Tensor], n_batch: int | None) -> int:
-    """Return the data points of a batch: as given, or the first input's outermost extent above 1."""
+    """Return `n_batch`, or by default the first input's outermost extent above 1."""
     if not isinstance(inputs, Tensor) and not inputs:
         raise ArgumentError("OptContext: there are no inputs; give one or more")
     first = inputs if isinstance(inputs, Tensor) else inputs[0]

@@ -57,7 +57,7 @@ def fit(
     n_batch = batch_size(inputs, n_batch)
     logical = n_batch if n_batch_logical is None else n_batch_logical
     if logical < n_batch or logical % n_batch:
-        raise ArgumentError(f"fit: n_batch_logical is {logical}; give a multiple of {n_batch}, a batch")
+        raise ArgumentError(f"fit: n_batch_logical is {logical}; give a multiple of n_batch, {n_batch}")
     with OptContext(
         scheduler, inputs, outputs, loss_type, optimizer,
         opt_period=logical // n_batch, class_labels=class_labels, n_batch=n_batch, seed=seed,

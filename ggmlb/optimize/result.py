@@ -41,7 +41,7 @@ class Result:
     def add(
         self, loss: float, n_data: int, pred: npt.NDArray[np.int32] | None = None, n_correct: int = 0
     ) -> None:
-        """Add a batch; with `pred` and `n_correct` if there are labels."""
+        """Add a batch's loss, and if it has labels its predictions `pred` and correct ones `n_correct`."""
         self.losses.append(loss)
         self.n_data += n_data
         if pred is not None:
