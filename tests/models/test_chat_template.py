@@ -282,7 +282,7 @@ def test_a_long_conversation_fits() -> None:
 
 @pytest.mark.parametrize("value", [object(), float, {1, 2}])
 def test_variables_must_be_values_of_json(value: object) -> None:
-    with pytest.raises(ModelError, match="variables must be values of JSON"):
+    with pytest.raises(ModelError, match="variables must be JSON values"):
         ChatTemplate("{{ x }}").render([], x=value)
 
 

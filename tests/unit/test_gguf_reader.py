@@ -200,10 +200,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "an empty key": (gguf_bytes({"": 1}, {}), "a name has 0 bytes; at least 1"),
     "a long key": (gguf_bytes({"k" * 65536: 1}, {}), "a name has 65,536 bytes; .*fewer than 65,536"),
     "a key that is not UTF-8": (gguf_bytes([(b"\xff\xfe", 1)], {}), "value 0, at byte .*not UTF-8"),
-    "a key twice": (gguf_bytes([("a", 1), ("b", 2), ("a", 3)], {}), "key 'a', at byte .*the key is there tw"),
+    "a key twice": (gguf_bytes([("a", 1), ("b", 2), ("a", 3)], {}), "key 'a', at byte .*duplicate key"),
     "no such kind": (gguf_bytes({"k": Typed(13, bytes(8))}, {}), "key 'k', at byte .*has the type 13; types"),
     "an array of no such kind": (gguf_bytes({"k": array_of(99, 1, bytes(8))}, {}), "has the type 99; types"),
-    "an array of arrays": (gguf_bytes({"k": array_of(ARRAY, 1, bytes(12))}, {}), "'k', .*an array of arrays"),
+    "an array of arrays": (
+        gguf_bytes({"k": array_of(ARRAY, 1, bytes(12))}, {}),
+        "'k', .*its elements are arrays",
+    ),
     "a string beyond the end": (
         gguf_bytes({"k": Typed(STRING, struct.pack("<Q", 1 << 40))}, {}),
         "key 'k', at byte .*bytes are needed, but the file ends",
@@ -212,21 +215,24 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         gguf_bytes({"general.alignment": 0}, {}),
         "'general.alignment': it is 0; it must be 1 to",
     ),
-    "alignment 24": (gguf_bytes({"general.alignment": 24}, {}), "alignment is 24, which is no power of two"),
+    "alignment 24": (
+        gguf_bytes({"general.alignment": 24}, {}),
+        "alignment is 24, which is not a power of two",
+    ),
     "alignment 2^40": (gguf_bytes({"general.alignment": 1 << 40}, {}), "'general.alignment': it is 1099"),
     "alignment as text": (gguf_bytes({"general.alignment": "32"}, {}), "it is string; it must be a whole"),
     "a name that is not UTF-8": (gguf_bytes({}, [(b"\xc0", F32)]), "tensor 0, at byte .*not UTF-8"),
     "a long name": (gguf_bytes({}, {"w" * 70000: F32}), "tensor 0, at byte .*a name has 70,000 bytes"),
-    "a tensor twice": (gguf_bytes({}, [("w", F32), ("w", F32)]), "tensor 'w', at byte .*name is there twice"),
+    "a tensor twice": (gguf_bytes({}, [("w", F32), ("w", F32)]), "tensor 'w', at byte .*duplicate name"),
     "five dimensions": (one_tensor((2, 2, 2, 2, 2)), "tensor 'w', at byte .*5 dimensions; at most 4"),
     "2^32 dimensions": (
         gguf_bytes({}, {}, n_tensors=1)[:24] + struct.pack("<QIQQQ", 0, 0xFFFFFFFF, 1, 1, 1),
         "4294967295 dimensions",
     ),
-    "no such type": (one_tensor((64,), 1000), "tensor 'w', .*type 1000 is none that ggml has"),
+    "no such type": (one_tensor((64,), 1000), "tensor 'w', .*type 1000 is unknown"),
     "a type that was dropped": (
         one_tensor((64,), 4),
-        "type 4 is none that ggml has, or one that it has drop",
+        "type 4 is unknown, or was removed from ggml",
     ),
     "rows of half a block": (one_tensor((48, 2), int(DType.Q4_0)), "rows of 48 elements are not whole Q4_0"),
     "beyond the end": (one_tensor((100,)), r"tensor 'w', at byte \d+: it ends at byte \d+, beyond the file"),
@@ -288,7 +294,7 @@ def test_long_and_many_names_in_messages(tmp_path: Path) -> None:
                     ask(name)
                 assert len(str(told.value)) < 1000
                 assert "\x1b" not in str(told.value)
-    with pytest.raises(ModelError, match=r"'k{100}'\.\.\., at byte .*the key is there twice"):
+    with pytest.raises(ModelError, match=r"'k{100}'\.\.\., at byte .*duplicate key"):
         opened(tmp_path, [("k" * 60000, 1), ("k" * 60000, 1)], {})
 
 

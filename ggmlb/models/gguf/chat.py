@@ -66,7 +66,7 @@ class ChatTemplate:
                 tool calls, are given to the template in the form that it takes: texts of parts are joined by
                 line breaks, arguments that are JSON are decoded.
             add_generation_prompt: Whether the text ends with the beginning of the assistant's answer.
-            **variables: What else the template asks for, such as `enable_thinking`; values of JSON.
+            **variables: Other variables of the template, such as `enable_thinking`; JSON values.
 
         Raises:
             ArgumentError: A message's content is something else.
@@ -158,7 +158,7 @@ class ChatTemplate:
         try:
             line = json.dumps(request, default=dict) + "\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise ModelError(f"the chat template's variables must be values of JSON: {error}") from None
+            raise ModelError(f"the chat template's variables must be JSON values: {error}") from None
         answer = _sandbox.ask(line)
         if "text" in answer:
             return str(answer["text"])

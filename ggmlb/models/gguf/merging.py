@@ -170,7 +170,7 @@ class SentencePieces:
         self._cached = lru_cache(CACHED_WORDS)(self._word)
 
     def encode(self, text: str, is_start: bool) -> list[int]:
-        """Return the tokens of a text; `is_start` says whether no other text comes before it."""
+        """Return the tokens of a text; `is_start` means that no other text precedes it."""
         text = text.replace(" ", SPACE)
         if self._adds_space and is_start:
             text = SPACE + text

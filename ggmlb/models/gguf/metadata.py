@@ -38,7 +38,7 @@ _NEEDED: Final = object()
 
 
 class GgufType(IntEnum):
-    """The type of a value (enum gguf_type)."""
+    """Type of a metadata value (enum gguf_type)."""
 
     UINT8 = 0
     INT8 = 1
@@ -61,10 +61,10 @@ class GgufType(IntEnum):
 
 
 class RawValue(NamedTuple):
-    """A value as a file has it, to be written to another.
+    """An undecoded metadata value, to copy to another file.
 
     Attributes:
-        kind: Of the value, or of an array's elements.
+        kind: Type of the value, or of an array's elements.
         length: Number of elements of an array; `None` for a single value.
         data: Its bytes, read-only.
     """
@@ -74,13 +74,13 @@ class RawValue(NamedTuple):
     data: memoryview
 
     def encoded(self) -> bytes:
-        """Return its bytes with its kind before them."""
+        """Return the bytes of its type and value, as in a GGUF file."""
         if self.length is None:
             return pack("<I", self.kind) + self.data
         return pack("<IIQ", GgufType.ARRAY, self.kind, self.length) + self.data
 
     def value(self) -> int | float | None:
-        """Return a single number; `None` for texts and arrays."""
+        """Return a single number; `None` for strings and arrays."""
         if self.length is not None or self.kind is GgufType.STRING:
             return None
         found: int | float = np.frombuffer(self.data, self.kind.dtype)[0].item()
@@ -88,12 +88,12 @@ class RawValue(NamedTuple):
 
 
 def quoted(name: str) -> str:
-    """Return a key or name for a message, with escaped control characters, cut short."""
+    """Return a key or name quoted for a message: control characters escaped, long names cut."""
     return repr(name) if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]!r}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Suggest a known name, in bounded time; see `did_you_mean`."""
+    """Suggest a similar known name as `did_you_mean`, with a limited number of comparisons."""
     fit = (k for k in known if len(k) <= MAX_SHOWN and k.isprintable())
     return did_you_mean(name[:MAX_SHOWN], islice(fit, MAX_COMPARED))
 
@@ -187,7 +187,7 @@ class Metadata(Mapping[str, Value]):
         return found
 
     def raw(self, key: str) -> RawValue:
-        """Return a value as the file has it.
+        """Return a value undecoded.
 
         Raises:
             ModelError: There is no such key.
@@ -198,7 +198,7 @@ class Metadata(Mapping[str, Value]):
     # -- values of a certain type --------------------------------------------------------------
 
     def integer(self, key: str, default: int | None = None, least: int = 0, most: int = (1 << 31) - 1) -> int:
-        """Return a whole number."""
+        """Return an integer from `least` to `most`."""
         found = self._typed(key, default, int)
         if not least <= found <= most:
             raise self.error(key, f"it is {found}; it must be {least} to {most}")
@@ -214,7 +214,7 @@ class Metadata(Mapping[str, Value]):
         return found
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """Return a truth value."""
+        """Return a boolean."""
         return self._typed(key, default, bool)
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -238,7 +238,7 @@ class Metadata(Mapping[str, Value]):
         return found
 
     def error(self, key: str, found: str) -> ModelError:
-        """Return the error about a value."""
+        """Return a ModelError about a value; `found` says what is wrong."""
         return ModelError(f"{self._file.path}: metadata key {quoted(key)}: {found}")
 
     # -- decoding ------------------------------------------------------------------------------

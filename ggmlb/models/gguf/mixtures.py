@@ -12,10 +12,10 @@ from ggmlb.core.dtypes import DType
 
 
 class MixtureLayer(NamedTuple):
-    """A layer, with the sizes of its model that a mixture depends on.
+    """A layer and the model's sizes, by which a mixture chooses types.
 
     Attributes:
-        layer: Its number.
+        layer: Index of the layer.
         n_layer: Layers of the model.
         n_expert: Experts of a layer; 0 where there are none.
         n_shared: Attention heads per KV head.
@@ -31,12 +31,12 @@ Condition = Callable[[MixtureLayer], bool]
 
 
 class Rule(NamedTuple):
-    """The type of some tensors.
+    """Type of the matrices of some layers.
 
     Attributes:
-        part: Text within their names.
-        dtype: Their type.
-        where: Which layers.
+        part: Text within the tensors' names.
+        dtype: Type of the tensors.
+        where: Whether the rule applies to a layer.
     """
 
     part: str
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Types of a model's matrices.
+    """Rules for the quantisation types of a model's matrices, such as Q4_K_M.
 
     Attributes:
         dtype: Type of matrices without a rule.

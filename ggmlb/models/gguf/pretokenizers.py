@@ -2,11 +2,11 @@ r"""Pre-tokenizers of byte pair encoding: the regular expressions that cut a tex
 
 A vocabulary names its own by `tokenizer.ggml.pre`. Python's `re` has no Unicode categories (`\p{L}`), and
 tables of them take long to build. So a text is matched in a short form: ASCII as it is, and every other
-character replaced by one that stands for its category. Time grows with the length of a text, not with its
-square: no expression scans a run of characters again from each of its places.
+character replaced by one that stands for its category. Time is linear in a text's length: no
+expression scans a run of characters again from each of its positions.
 
-Source: llm_tokenizer_bpe in llama.cpp's llama-vocab.cpp, which matches in the same way. Where its expressions
-are simpler than the model's own (upper and lower case beyond ASCII, marks), the model's stand here.
+Source: llm_tokenizer_bpe in llama.cpp's llama-vocab.cpp, which matches in the same way. Where it
+simplifies a model's expressions (case beyond ASCII, combining marks), the model's own are used here.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class PreTokenizer(NamedTuple):
     always_adds_bos: bool = False
 
     def split(self, text: str) -> list[str]:
-        """Return the words of a text; they are the text when joined."""
+        """Return the words of a text; joined, they give the text."""
         short = text if text.isascii() else text.translate(_SHORT_FORM)
         ends = [len(text)]
         for pattern in self.patterns:

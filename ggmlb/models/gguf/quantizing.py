@@ -60,7 +60,7 @@ LAYER: Final = re.compile(r"^blk\.(\d+)\.")
 
 
 class Change(NamedTuple):
-    """A tensor of the new file.
+    """A tensor of the new file, with its type and size.
 
     Attributes:
         tensor: The tensor of the old file.
@@ -121,9 +121,9 @@ def quantize_gguf(
         for tensor, new, _, _ in changes:
             if tensor.dtype.is_quantized and new is not tensor.dtype:
                 raise ModelError(
-                    f"{source.path}: tensor {tensor.name!r} is {tensor.dtype.name} already, and {new.name} "
-                    "of it loses more than of the original; convert the original model, or add --requantize "
-                    "(requantize=True)"
+                    f"{source.path}: tensor {tensor.name!r} is {tensor.dtype.name} already; {new.name} "
+                    "made from it is less accurate than from the original; convert the original model, or "
+                    "add --requantize (requantize=True)"
                 )
     with suppress(OSError):
         if any(os.path.samefile(path, part.path) for part in source.parts):
@@ -146,7 +146,7 @@ def quantize_gguf(
 
 
 def mixture_of(dtype: DType | str) -> Mixture:
-    """Return a mixture by its name, or one of a single type.
+    """Return the mixture of a name (Q4_K_M), or one with a single type.
 
     Raises:
         DTypeError: No such type, or one that cannot be written.
@@ -166,7 +166,7 @@ def _writable(dtype: DType | str) -> DType:
 
 
 def plan_types(source: GgufFile, to: Mixture, rules: Mapping[str, DType], pure: bool = False) -> list[Change]:
-    """Choose the types of all tensors; see `quantize_gguf`.
+    """Choose the new type of each tensor; see `quantize_gguf`.
 
     Raises:
         ArgumentError: A rule is no regular expression, or matches no tensor.

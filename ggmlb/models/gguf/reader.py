@@ -208,11 +208,11 @@ class GgufFile(Mapping[str, GgufTensor]):
         return blocks.view(tensor.dtype.numpy)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
-        """Return the place of a weight that a model needs.
+        """Return the extent of a required weight in its mapped file.
 
         Args:
             name: The tensor.
-            shape: Its extents in NumPy order; ones that it begins with do not count.
+            shape: Required shape, NumPy order; leading ones are ignored.
 
         Raises:
             ModelError: There is no such tensor, or it has another shape, or holds whole numbers.
@@ -315,7 +315,7 @@ class _Part:
         self.metadata = Metadata(file, self._slots(n_values))
         self.alignment = self.metadata.integer("general.alignment", DEFAULT_ALIGNMENT, 1, 1 << 30)
         if self.alignment & (self.alignment - 1):
-            raise self._error(f"general.alignment is {self.alignment}, which is no power of two")
+            raise self._error(f"general.alignment is {self.alignment}, which is not a power of two")
         self.tensors = self._read_tensors(n_tensors, number)
 
     # -- primitives ----------------------------------------------------------------------------
@@ -368,12 +368,12 @@ class _Part:
             key = self._name(1)
             self._where = f"metadata key {quoted(key)}"
             if key in slots:
-                raise self._error("the key is there twice")
+                raise self._error("duplicate key")
             kind, count = self._kind(), None
             if kind is GgufType.ARRAY:
                 kind, count = self._kind(), self._u64()
                 if kind is GgufType.ARRAY:
-                    raise self._error("an array of arrays; the format has none")
+                    raise self._error("its elements are arrays, which GGUF does not allow")
             start = self._at
             if kind is not GgufType.STRING:
                 self._take((1 if count is None else count) * kind.dtype.itemsize)
@@ -418,7 +418,7 @@ class _Part:
             name = self._name()
             self._where = f"tensor {quoted(name)}"
             if name in found:
-                raise self._error("the name is there twice")
+                raise self._error("duplicate name")
             found[name] = self._read_tensor(name, number)
         start = self._at + -self._at % self.alignment
         end = 0
@@ -448,9 +448,7 @@ class _Part:
         try:
             dtype = DType.parse(type_number)
         except DTypeError:
-            raise self._error(
-                f"type {type_number} is none that ggml has, or one that it has dropped"
-            ) from None
+            raise self._error(f"type {type_number} is unknown, or was removed from ggml") from None
         if ne[0] % dtype.block_size:
             raise self._error(
                 f"rows of {ne[0]} elements are not whole {dtype.name} blocks of {dtype.block_size}"

@@ -22,7 +22,7 @@ N_CHARACTERS: Final = 100
 
 
 class MetadataRow(NamedTuple):
-    """A metadata value.
+    """A metadata value as shown.
 
     Attributes:
         key: Its key.
@@ -47,7 +47,7 @@ class MetadataRow(NamedTuple):
 
 
 def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[MetadataRow]:
-    """Return the values; of arrays the first elements, the others are not decoded."""
+    """Return all values; only the first `n_items` elements of arrays are decoded."""
     found = []
     for key in metadata:
         value, problem = None, ""
@@ -60,7 +60,7 @@ def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[MetadataRow]:
 
 
 def facts(file: GgufFile) -> dict[str, str]:
-    """Return the facts of the whole file."""
+    """Return format, number of parts, size and types of the file as text."""
     n_elements = sum(tensor.n_elements for tensor in file.values())
     sizes: Counter[str] = Counter()
     counts = Counter(tensor.dtype.name for tensor in file.values())

@@ -1,8 +1,8 @@
 """The process that renders chat templates: Jinja's sandbox, with limits of time and memory.
 
-A template is a program of whoever made the model file (CVE-2024-34359). The sandbox keeps it from Python's
-objects; the limits of the process hold whatever it computes, also within one long call in C. `chat.py` starts
-this file as a script, with its `sys.path` as arguments. Requests and answers are JSON, one a line.
+A template is a program of whoever made the model file (CVE-2024-34359). The sandbox denies it
+Python's internals; the process's limits of time and memory hold even within one long call in C. `chat.py`
+starts this file as a script, with its `sys.path` as arguments. Requests and answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def tojson(
 
 
 def raise_exception(message: Any) -> str:
-    """Refuse the messages."""
+    """Raise a `Refusal`, when a template calls this."""
     raise Refusal(str(message))
 
 
@@ -93,7 +93,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def rendered(source: str, variables: dict[str, Any]) -> str:
-    """Return the text that a template makes."""
+    """Render a template."""
     pieces, length = [], 0
     for piece in compiled(source).generate(variables):
         length += len(piece)
@@ -104,7 +104,7 @@ def rendered(source: str, variables: dict[str, Any]) -> str:
 
 
 def answer(source: str, variables: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the text of a template, empty without variables, or why there is none."""
+    """Render a template, or without variables only compile it; return the text or the failure."""
     try:
         compiled(source)
     except Exception as error:
@@ -126,7 +126,7 @@ def why(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer requests until there are no more; a request that takes too long ends the process."""
+    """Answer the requests on stdin; a request that takes too long ends the process."""
     if sys.platform == "linux":
         import resource as rlimits
 

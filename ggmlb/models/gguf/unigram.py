@@ -1,4 +1,4 @@
-"""Unigrams: the vocabulary of T5 and XLM-R, whose tokens are the likeliest of all that make up the text."""
+"""Unigrams: the vocabulary of T5 and XLM-R, which splits a text into its most likely tokens."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Unigrams:
             self._model = models.Unigram(list(zip(texts, scores, strict=True)), unknown, False)
 
     def encode(self, text: str, is_start: bool) -> list[int]:
-        """Return the tokens of a text; `is_start` changes nothing here."""
+        """Return the tokens of a text; `is_start` has no effect."""
         with failing("the vocabulary fails on a text"):
             found = self._model.tokenize(self._normalized(text.replace(UNUSABLE, "\ufffd")))
         return [token.id for token in found]
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes that a normal token stands for."""
+        """Return the bytes of a normal token."""
         return text.replace(SPACE, " ").encode()
 
     def _normalized(self, text: str) -> str:
@@ -79,23 +79,23 @@ class Unigrams:
 
 
 class Replacements:
-    """Characters and what stands for them, as SentencePiece compiles them: the longest match counts.
+    """Normalisation rules of SentencePiece (`precompiled_charsmap`): the longest match is replaced.
 
-    A double array of 32-bit units, and texts that end with a zero byte. `tokenizers` can apply them too, but
-    loses marks that follow a character which is replaced.
+    A double-array trie of 32-bit units, then zero-terminated replacements. `tokenizers` can apply them too,
+    but drops combining marks after a replaced character.
 
     Args:
-        raw: The bytes.
+        raw: The bytes of `precompiled_charsmap`.
 
     Raises:
-        ModelError: They are damaged.
+        ModelError: It is damaged.
     """
 
     def __init__(self, raw: bytes) -> None:
         nbytes = int.from_bytes(raw[:4], "little")
         if len(raw) < 4 or nbytes % 4 or nbytes > len(raw) - 4:
             raise ModelError(
-                f"the replacements have {nbytes:,} bytes of units, beyond their {len(raw):,} bytes"
+                f"a trie of {nbytes:,} bytes does not fit its {len(raw):,} bytes; download the file again"
             )
         self._units = unpack_from(f"<{nbytes // 4}I", raw, 4)
         self._texts = raw[4 + nbytes :]
@@ -122,8 +122,8 @@ class Replacements:
                 at += length
         except (IndexError, ValueError):
             raise ModelError(
-                "the replacements of characters point outside their units or texts, or stand for more than "
-                f"{MAX_REPLACED} bytes"
+                "precompiled_charsmap is damaged: a rule points outside it, or replaces more than "
+                f"{MAX_REPLACED} bytes; download the model again"
             ) from None
         return b"".join(found).decode("utf-8", "replace")
 

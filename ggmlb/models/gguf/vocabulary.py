@@ -208,7 +208,7 @@ class Vocabulary:
     # -- tokens to text ----------------------------------------------------------------------------
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for; of control tokens, their texts.
+        """Return the bytes of a token; a control token gives its name, such as `<s>`.
 
         Raises:
             ModelError: There is no such token.
@@ -243,7 +243,7 @@ class Vocabulary:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def stream(self, special: bool = False) -> Detokenizer:
-        """Return an object that takes tokens one by one, and gives the text in whole characters.
+        """Return an incremental detokenizer, which returns whole characters only.
 
         Args:
             special: Whether control tokens are written.
@@ -433,7 +433,7 @@ class Detokenizer:
         return self._decoder.decode(self._vocabulary._shown_bytes(token, self._special))
 
     def flush(self) -> str:
-        """Return U+FFFD for an incomplete character, else nothing."""
+        """Return U+FFFD if the last character is incomplete, else an empty text."""
         return self._decoder.decode(b"", final=True)
 
 
