@@ -139,7 +139,7 @@ class BertConfig:
         return prefix
 
     def embedding_sources(self, prefix: str) -> dict[str, Source]:
-        """Return the sources of the weights before the first layer."""
+        """Map the embedding weights to tensors of the file."""
         n = self.n_embd
         return {
             "tokens": _matrix(n, self.n_vocab, prefix + "embeddings.word_embeddings")._replace(
@@ -151,7 +151,7 @@ class BertConfig:
         }
 
     def split_state(self, weight: Tensor, n_devices: int) -> SplitState:
-        """Return the split state of a weight on a meta device (tensor parallelism).
+        """Return how a weight is split over the devices of a meta device (tensor parallelism).
 
         Each device has whole heads, and a slice of the feed-forward hidden state. A layer therefore needs
         two sums over the devices: after the last products of attention and of the feed-forward part.
@@ -173,7 +173,7 @@ class BertConfig:
         return SplitState(SplitAxis(axis), (split_evenly(n, n_devices, size),) * n_parts)
 
     def layer_sources(self, prefix: str, layer: int) -> dict[str, Source]:
-        """Return the sources of the weights of an encoder layer."""
+        """Map the weights of an encoder layer to tensors of the file."""
         n = self.n_embd
         at = f"{prefix}encoder.layer.{layer}."
         here = f"layer.{layer}."
@@ -209,7 +209,7 @@ def _pooling(folder: ModelFolder) -> str:
         return "mean"
     if len(modes) > 1 or modes[0] not in known:
         raise ModelError(
-            f"{folder.path / file} asks for {', '.join(modes)}; only one is known of {', '.join(known)}"
+            f"{folder.path / file} asks for {', '.join(modes)}; supported is one of {', '.join(known)}"
         )
     return known[modes[0]]
 

@@ -68,7 +68,7 @@ class ModelOnDevices(Closeable):
 def alloc_zeros(
     contexts: Iterable[tuple[Context, Backend]], usage: BufferUsage = BufferUsage.ANY
 ) -> tuple[Buffer, ...]:
-    """Place the tensors of each context on a device, all bytes zero; return the buffers, to be freed.
+    """Allocate zeroed buffers for tensors of contexts, each on its device; the caller frees them.
 
     Raises:
         AllocationError: A device lacks room; nothing is placed.
@@ -87,12 +87,12 @@ SPLIT = "_Split"
 
 
 def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> list[str]:
-    """Return the names of a model's devices, highest priority first; the last runs the remaining ops.
+    """Return a model's devices, highest priority first; the last runs ops that no other supports.
 
     Args:
         devices: The requested devices; by default those of `ggmlb.default_devices`, else the first GPU,
             accelerators in the CPU's memory (LLVM), and the CPU, of those that come with ggmlb.
-        named: Devices named by other requests, used if `devices` is not given.
+        named: Devices that `layers` names, used if `devices` is not given.
 
     Raises:
         ArgumentError: There are no devices, or one is named twice.
@@ -117,7 +117,7 @@ def _best() -> list[str]:
 
 
 def host_device(names: Sequence[str]) -> str | None:
-    """Return the first of some devices that computes in the machine's memory; `None` if there is none."""
+    """Return the first of these devices that computes in host memory; `None` if none does."""
     is_host = (name for name in names if "+" not in name and device_by_name(name).buffer_type.is_host)
     return next(is_host, None)
 
@@ -142,15 +142,15 @@ def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> 
 def resolved_overrides(
     overrides: Mapping[str, str | BufferType] | None, backends: Mapping[str, Backend]
 ) -> dict[str, str | BufferType]:
-    """Return overrides of tensors by regular expression, with devices checked and `_Split` resolved.
+    """Check the overrides of tensors, and replace `<device>_Split` by its split buffer type.
 
     Args:
-        overrides: By regular expression, a device of the model, or any memory. `"CUDA0_Split"` spreads the
-            rows of matrices over all devices of the kind of CUDA0, which is the model's, by their memory.
+        overrides: Device or buffer type by regular expression. `"CUDA0_Split"` splits the rows of matrices
+            over all CUDA devices in proportion to their memory; CUDA0 must be a device of the model.
         backends: The model's streams by device.
 
     Raises:
-        ArgumentError: A device is not the model's, or does not spread rows.
+        ArgumentError: A device is not the model's, or cannot split rows.
     """
     memory: dict[str, str | BufferType] = {}
     for pattern, where in (overrides or {}).items():
@@ -165,18 +165,18 @@ def resolved_overrides(
 
 
 def split_rows(device: Device, shares: Mapping[str, float] | None = None) -> BufferType:
-    """Return the memory that spreads the rows of matrices over devices of a registration.
+    """Return the buffer type that splits the rows of matrices over a backend's devices.
 
     Args:
-        device: The device that multiplies with them.
-        shares: Of each device, by name, in any unit; by default their memory.
+        device: The device that runs the products.
+        shares: Share of each device by name, in any unit; by default its memory.
 
     Raises:
-        ArgumentError: The registration has no such memory.
+        ArgumentError: The backend cannot split rows.
     """
     split: Callable[..., BufferType] | None = device.reg.get_proc_address("split_buffer_type")
     if split is None:
-        raise ArgumentError(f"{device.name}{SPLIT} is no memory: {device.reg.name} does not spread rows")
+        raise ArgumentError(f"{device.name}{SPLIT}: {device.reg.name} cannot split rows; name a device")
     devices = device.reg.devices
     given = None if shares is None else [shares.get(each.name, 0.0) for each in devices]
     return split(devices.index(device), given)

@@ -101,7 +101,7 @@ class BertEmbedder(ModelOnDevices):
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler of the last batch, for its splits and placement; `None` before the first."""
+        """The scheduler of the last batch, with its splits and placement; `None` before the first."""
         return None if self._runs.last is None else self._runs.scheduler
 
     def summary(self) -> Summary:

@@ -60,7 +60,7 @@ def map_tensors(device: Device, tensors: Iterable[tuple[Tensor, Extent]]) -> lis
 
 
 def fill(tensors: Iterable[tuple[Tensor, Sequence[Extent]]]) -> None:
-    """Write tensors of files into weights, stacked in order; into host memory with several threads."""
+    """Read tensors of files into weights, several below each other; uses threads for host memory."""
     copies: list[Callable[[], None]] = []
     for tensor, parts in tensors:
         buffer = tensor.placed("fill")
@@ -156,7 +156,7 @@ def _cuts(extent: Extent, nbytes: int | None = None) -> Iterator[tuple[int, int]
 
 
 def values_of(rows: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any]:
-    """Return rows of bytes as numbers; blocks become float32."""
+    """View rows of bytes as numbers; quantised blocks are dequantised to float32."""
     return dequantize(rows, dtype) if dtype.is_quantized else rows.view(dtype.numpy)
 
 
@@ -172,7 +172,7 @@ def converted(rows: npt.NDArray[np.uint8], dtype: DType, to: DType, name: str) -
     if to.is_quantized and not np.isfinite(values).all():
         n = values.size - np.count_nonzero(np.isfinite(values))
         raise ModelError(
-            f"tensor {name!r} has {n} values in a piece of {values.size} that are NaN or infinite, which "
-            f"{to.name} does not have; check the model, or keep the tensor in a floating-point type"
+            f"tensor {name!r} has {n} NaN or infinite values in a slice of {values.size}, which {to.name} "
+            "cannot store; check the model, or keep the tensor in a floating-point type"
         )
     return quantize(values, to)

@@ -111,7 +111,7 @@ class ModelFolder:
             raw = file.read(JSON_NBYTES + 1)
         if len(raw) > JSON_NBYTES:
             raise ModelError(
-                f"{path} has more than {JSON_NBYTES:,} bytes: that is no configuration of a model"
+                f"{path} has more than {JSON_NBYTES:,} bytes, too many for a configuration; download it again"
             )
         with failing(f"{path} is not JSON", ValueError, RecursionError):
             content = json.loads(raw.decode("utf-8"))

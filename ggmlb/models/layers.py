@@ -23,7 +23,7 @@ def assign_layers(
     n_layer: int,
     parts: Sequence[str] = (EMBEDDINGS,),
 ) -> dict[int | str, str]:
-    """Return the device of each layer, and of the embeddings and the output.
+    """Assign each layer, the embeddings and the output to a device.
 
     Without requests, all layers are on the first device; otherwise, other layers are on the last device. By
     default, the embeddings are on the last device, and the output on that of the last layer.
@@ -53,7 +53,7 @@ def assign_layers(
 
 
 def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, str]:
-    """Return the parts of the model on each device, in words: `"layers 0-2,5, the output"`."""
+    """Return text that lists the parts of the model on each device: `"layers 0-2,5, the output"`."""
     found = {}
     for device in devices:
         parts = [part for part, home in homes.items() if home == device]
@@ -65,7 +65,7 @@ def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, st
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as `assign_layers` reads them: `"0-2,5"`."""
+    """Format numbers as `assign_layers` parses them: `"0-2,5"`."""
     found: list[list[int]] = []
     for n in sorted(numbers):
         if found and n == found[-1][1] + 1:

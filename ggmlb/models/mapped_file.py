@@ -120,9 +120,9 @@ class Extent(NamedTuple):
 def failing(
     what: str, *kinds: type[BaseException], cure: str = "copy or download it again"
 ) -> Iterator[None]:
-    """Context manager that turns exceptions of these kinds into a ModelError about `what`.
+    """Turn exceptions of these kinds into the ModelError "`what`: reason; `cure`".
 
-    Without kinds, all exceptions of a library written in Rust: its panics do not derive from `Exception`.
+    Without kinds: all exceptions, and panics of Rust libraries, which do not derive from `Exception`.
     """
     try:
         yield

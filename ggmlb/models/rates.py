@@ -1,4 +1,4 @@
-"""Rates: memory bandwidth, transfers and launches of a device, measured or declared."""
+"""Rates: a device's memory and transfer bandwidths and launch times, measured or declared."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ BUDGET = 0.1
 
 
 class Rates(NamedTuple):
-    """Speed of a device.
+    """Bandwidths and launch times of a device.
 
     Attributes:
-        read: Bandwidth of products with one column: weights read [bytes/s].
-        move: Bandwidth of transfers from and to the host [bytes/s].
-        call: Time of a short transfer, with waiting for it [s].
+        read: Weights read by matrix-vector products [bytes/s].
+        move: Bandwidth of transfers to and from the host [bytes/s].
+        call: Time of a short transfer, synchronisation included [s].
         launch: Time of a small node in a graph [s].
     """
 
@@ -50,7 +50,7 @@ class Rates(NamedTuple):
 
 @cache
 def measured_rates(device: Device, dtype: DType, shape: tuple[int, int]) -> Rates:
-    """Measure a device, once per process; takes some tenths of a second, and compiles kernels.
+    """Measure a device's rates, once per process; takes tenths of a second and compiles kernels.
 
     Args:
         device: The device, with room for `N_WEIGHTS`.
@@ -81,7 +81,7 @@ def measured_rates(device: Device, dtype: DType, shape: tuple[int, int]) -> Rate
 def rates_of(
     devices: Iterable[Device], weights: tuple[DType, tuple[int, int]], declared: Mapping[str, float]
 ) -> dict[Device, Rates]:
-    """Return the rates of devices.
+    """Return the rates of devices, declared bandwidths in place of measured ones.
 
     Args:
         devices: The devices.

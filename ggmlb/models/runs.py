@@ -1,4 +1,4 @@
-"""Runs: a cache of graphs, split, allocated and planned once, and computed repeatedly in one memory."""
+"""Runs: a cache of graphs that are split, allocated and planned once, then computed many times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Built = TypeVar("Built", bound=HasGraph)
 
 
 class Runs(Generic[Key, Built]):
-    """Cache of graphs by their sizes, which share one memory.
+    """Cache of allocated graphs by their sizes, which share their compute buffers.
 
     Computing one overwrites the results of the others: set all inputs after `get`, and read results before
     the next `get`.
@@ -57,7 +57,7 @@ class Runs(Generic[Key, Built]):
         return list(self._built.values())
 
     def reserve(self, largest: Iterable[Built]) -> None:
-        """Allocate the memory of the largest graphs, so that no smaller one allocates any.
+        """Allocate memory for the largest graphs, so that smaller ones need no more.
 
         Raises:
             AllocationError: A device lacks room.
@@ -67,7 +67,7 @@ class Runs(Generic[Key, Built]):
             self.scheduler.reserve(built.graph)
 
     def get(self, key: Key, build: Callable[[], Built]) -> Built:
-        """Return the graph of these sizes, cached or new, to set its inputs.
+        """Return the graph of this key, cached or built, allocated and ready for its inputs.
 
         Raises:
             AllocationError: A device lacks room.
@@ -86,11 +86,11 @@ class Runs(Generic[Key, Built]):
         return built
 
     def start(self, built: Built) -> None:
-        """Queue the graph of `get` with the current inputs, which may be overwritten then."""
+        """Queue the graph of `get`; its inputs may be overwritten when this returns."""
         self.scheduler.graph_compute_async(built.graph)
 
     def traced(self, built: Built, nodes: Iterable[Tensor]) -> dict[Tensor, npt.NDArray[Any]]:
-        """Compute the graph of `get`, and return the values of some of its nodes."""
+        """Compute the graph of `get`, and return the values of the given nodes."""
         wanted = frozenset(nodes)
         found: dict[Tensor, npt.NDArray[Any]] = {}
 

@@ -25,7 +25,7 @@ class Summary(NamedTuple):
     memory: MemoryReport
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, for JSON."""
+        """Return all fields, for JSON."""
         return {**self._asdict(), "memory": self.memory.as_list()}
 
     def __str__(self) -> str:

@@ -75,8 +75,8 @@ class Tokenizer:
             growth = 1 if normalizer is None else _growth(json.loads(normalizer.__getstate__()))
         if growth > MAX_GROWTH:
             raise ModelError(
-                f"{path}: its normalizer makes up to {growth:,} characters of one; at most {MAX_GROWTH:,} "
-                f"are possible: {_OF_THE_MODEL}"
+                f"{path}: its normalizer turns one character into up to {growth:,}; at most {MAX_GROWTH:,} "
+                f"are supported: {_OF_THE_MODEL}"
             )
         if (longest := getattr(self._tokenizer.model, "max_input_chars_per_word", 0)) > MAX_WORD:
             raise ModelError(
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 def plan_batches(
     lengths: Sequence[int], most: int, n_max: int, planned: Collection[Shape] = ()
 ) -> list[Batch]:
-    """Group texts by length into batches of least total cost of padding, batches and new plans.
+    """Group texts by length into batches of least total cost (padding, batches, new graph plans).
 
     Texts are sorted by length and cut into runs by dynamic programming: the least cost of the first `i`
     texts is that of the first `i - k` plus a batch of the next `k`, minimised over `k`.

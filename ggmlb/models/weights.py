@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """The source of a weight.
+    """The tensor of a file, or several stacked ones, that a weight is read from.
 
     Attributes:
-        names: Tensors of the file; several are stacked, one below the other.
+        names: Tensors of the file; several are stacked along the rows.
         shape: Shape of each of them, NumPy order.
-        is_matrix: Whether it may have another type than float32.
-        is_multiplied: Whether products alone read it.
+        is_matrix: Whether it may have another type than float32, such as Q4_0.
+        is_multiplied: Whether only matrix products read it.
     """
 
     names: tuple[str, ...]
@@ -140,7 +140,7 @@ class Weights:
             self._file.check_unchanged()
 
     def error_in_values(self, found: str) -> ModelError:
-        """Return the error about a result that is 0 or not finite; it names the weight that is not finite."""
+        """Return the ModelError about a result that is 0 or not finite; it names a weight with NaN."""
         if (name := self.not_finite()) is not None:
             return ModelError(
                 f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "
@@ -178,8 +178,8 @@ class Weights:
         kinds = list(dict.fromkeys(part.dtype for part in parts))
         if len(kinds) > 1 and any(kind.is_quantized for kind in kinds):
             raise ModelError(
-                f"{self._file.path}: {name} is stacked of {', '.join(source.names)}, which have the types "
-                f"{', '.join(kind.name for kind in kinds)}; place them one by one, or ask for a matrix type"
+                f"{self._file.path}: {name} stacks {', '.join(source.names)}, which have different types, "
+                f"{', '.join(kind.name for kind in kinds)}; load them separately, or with one matrix type"
             )
         return DType.F32 if kinds[0] is DType.F64 else kinds[0]  # which products do not take
 

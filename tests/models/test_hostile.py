@@ -290,7 +290,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     **{
         f"texts that grow: {name}": (
             changed(normalizer=rules),
-            "makes up to .* characters of one; at most 1,024",
+            "turns one character into up to .*; at most 1,024",
         )
         for name, rules in {
             "five rules": in_turn(*5 * [replaced("String", "a", 100 * "a")]),

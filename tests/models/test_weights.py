@@ -178,7 +178,7 @@ def test_types_are_converted_where_that_is_asked(tmp_path: Path) -> None:
         right = quantize(np.concatenate([file.array("a"), file.array("b")]), DType.Q8_0)
         assert placed["ab"].get().tolist() == right.reshape(-1).tolist()
         weights.free()
-        with pytest.raises(ModelError, match=r"ab is stacked of a, b, which have the types Q4_0, Q6_K"):
+        with pytest.raises(ModelError, match=r"ab stacks a, b, which have different types, Q4_0, Q6_K"):
             Weights(file).place({"ab": Source(("a", "b"), (M, K), True)}, stream)
 
 
