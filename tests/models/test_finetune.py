@@ -129,5 +129,5 @@ def test_what_cannot_be_trained_is_told(models: Callable[..., Path]) -> None:
     for kind, why in (("llama-experts", "has experts"), ("mamba", "is recurrent")):
         with TextModel(models(kind), ["CPU"], n_ctx=32) as model:
             adapter = model.new_adapter("ssm_out|ssm_in|attn_q")
-            with pytest.raises(ArgumentError, match=f"the model {why}: ops of such models have no gradients"):
+            with pytest.raises(ArgumentError, match=f"the model {why}: its ops have no gradients"):
                 model.training(adapter, **SIZES)

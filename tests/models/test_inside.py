@@ -145,7 +145,7 @@ def test_names_that_no_node_has(models: Callable[..., Path]) -> None:
         ):
             model.trace([1], ["logits", "blk.7.out"])
         for bad in ([7], [-1], []):
-            with pytest.raises(ArgumentError, match="give some of 0 to 2"):
+            with pytest.raises(ArgumentError, match="give indices from 0 to 2"):
                 model.logit_lens([1], bad)
 
 

@@ -78,7 +78,7 @@ def test_the_cheapest_that_fits_is_taken(models: Callable[..., Path], pose: Call
     assert planned(path, [CARD, "CPU"])[BEST].name == "fastest"
     pose({CARD: FAST, "CPU": SLOW})
     ways = planned(path, [CARD, "CPU"])
-    assert ways[BEST].name == "layer" and ways["fastest"].why == "the devices are named in this order"
+    assert ways[BEST].name == "layer" and ways["fastest"].why == "the devices are already in order of speed"
     times = []
     assert ways["layer"].fit is not None
     whole = ways["layer"].fit.table.total(CARD)
@@ -97,9 +97,11 @@ def test_strategies_that_are_not_possible_say_why(
 ) -> None:
     pose({CARD: SLOW, "CPU": FAST, "LLVM": FAST})
     ways = planned(models("qwen3moe"), [CARD, "CPU"])
-    assert ways["tensor"].why.startswith(f"{CARD}+CPU: devices that differ cannot share layers with experts")
-    assert ways["row"].why == f"rows go over several devices of OpenCL; there is {CARD} alone"
-    assert planned(models(), [f"{CARD}+CPU", "CPU"])["tensor"].why == "devices share layers already"
+    assert ways["tensor"].why.startswith(f"{CARD}+CPU: different devices cannot share layers with experts")
+    assert ways["row"].why == f"rows need several OpenCL devices; there is only {CARD}"
+    assert (
+        planned(models(), [f"{CARD}+CPU", "CPU"])["tensor"].why == "the request already joins devices with +"
+    )
     assert [*planned(models(), ["CPU"])] == ["layer", BEST]
     assert [*planned(models(), [CARD, "CPU"], layers=1)] == ["layer", BEST]
     for name, says in (("row", "the layers of each device are given, or there is one"), ("rows", "'row'")):
@@ -124,7 +126,7 @@ def test_the_command_shows_the_strategies(
     asked = ["fit", str(models()), "-d", f"{CARD},CPU", "--ctx", "256"]
     assert run([*asked, "--bandwidth", "CPU=100G"]) == 0
     text = capsys.readouterr().out
-    assert "Token [ms]" in text and "rows go over several devices" in text and "--split-mode fastest" in text
+    assert "Token [ms]" in text and "rows need several" in text and "--split-mode fastest" in text
     assert f"{CARD}: nothing" in text
     assert run([*asked, "--bandwidth", f"{CARD}=100G", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -135,7 +137,7 @@ def test_the_command_shows_the_strategies(
         and "why_not" in found["split_modes"][3]
     )
     assert run([*asked, "--split-mode", "row"]) == 1
-    assert "strategy 'row': rows go over several devices" in capsys.readouterr().err
+    assert "strategy 'row': rows need several" in capsys.readouterr().err
     assert run([*asked, "--bandwidth", "CUDA7=1G"]) == 1
     assert "bandwidth: 'CUDA7' is none of the devices" in capsys.readouterr().err
 

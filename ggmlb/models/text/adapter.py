@@ -43,7 +43,7 @@ class Factors(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Factors in memory.
+    """Allocated factors and their memory.
 
     Attributes:
         factors: Factors by the names of the weights.
@@ -103,7 +103,7 @@ class Adapter(Closeable):
 
     @property
     def scale(self) -> float:
-        """Factor of the adapter; 0: it is off."""
+        """Strength of the adapter (0: off)."""
         return self._scale
 
     @scale.setter
@@ -113,7 +113,7 @@ class Adapter(Closeable):
         self._scale = float(value)
 
     def multiplier(self, rank: int) -> float:
-        """Return the factor of products of a rank.
+        """Return the factor of `b @ a` for factors of this rank: `scale * alpha / rank`.
 
         Raises:
             ArgumentError: The rank is not positive.
@@ -170,11 +170,11 @@ class NewFactors:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return f"new, rank {self.rank}"
 
     def place(self, architecture: str, weights: Homes) -> Placed:
-        """Place new factors beside the weights.
+        """Allocate new factors, each on the device of its weight.
 
         Raises:
             ArgumentError: No weight matches, or the rank is too large.
@@ -267,11 +267,11 @@ class AdapterFile:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         return self.path.name
 
     def place(self, architecture: str, weights: Homes) -> Placed:
-        """Place the file's factors beside the weights.
+        """Load the file's factors, each onto the device of its weight.
 
         Raises:
             ModelError: The factors do not fit the model.

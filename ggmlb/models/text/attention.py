@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AttentionGraph:
-    """The graph from rotated queries and cached keys to attention weights, of some layers.
+    """The graph that computes attention weights of layers from rotated queries and cached keys.
 
     Attributes:
         graph: The graph to compute.

@@ -47,14 +47,14 @@ class Changes:
 
     @property
     def key(self) -> Hashable:
-        """Key of graphs: steered layers, active adapters, and the layer after which computation resumes."""
+        """Part of a graph's cache key: steered layers, active adapters, layer to resume after."""
         if not (self.steered or self.adapters or self.resumed):
             return None  # fast path of each step
         return tuple(sorted(self.steered)), self.active, self.resumed and self.resumed[0]
 
     @contextmanager
     def resuming(self, layer: int, states: npt.NDArray[np.float32]) -> Iterator[None]:
-        """Context manager that resumes after a layer from hidden states of shape `(n_tokens, n_embd)`."""
+        """Context manager: graphs start after a layer, with hidden states `(n_tokens, n_embd)`."""
         with self.lock:
             self.resumed = layer, states
             try:
@@ -69,7 +69,7 @@ class Changes:
 
     @contextmanager
     def with_all_adapters(self) -> Iterator[None]:
-        """Context manager in which all adapters are on, whatever their scales."""
+        """Context manager in which all adapters count as on, for reserving memory."""
         self._are_all_on = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Comparison of two models: errors of a quantisation, and the first difference of two devices."""
+"""Comparison of two models: errors of a quantisation, or the first difference between devices."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LIMIT = 0.05
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far another model is from a reference, over the tokens of a text.
+    """Errors of a model against a reference model over the tokens of a text.
 
     Attributes:
         n_tokens: Tokens that were computed.
         layers: For each layer, the NMSE of the hidden states after it: the mean over tokens of the squared
             difference over the reference's square.
         divergences: Of each token's predictions, the Kullback-Leibler divergence from the reference's [nat].
-        same_top: The share of tokens after which both find the same token likeliest.
+        same_top: Share of tokens after which both models find the same next token most likely.
     """
 
     n_tokens: int
@@ -38,7 +38,7 @@ class Comparison:
     same_top: float
 
     def divergence(self, share: float = 0.5) -> float:
-        """Return the divergence that this share of the tokens does not exceed; 0.5: the median [nat]."""
+        """Return a quantile of the divergences [nat]; 0.5: the median."""
         return float(np.quantile(self.divergences, share))
 
 
@@ -146,7 +146,7 @@ class Differences:
 def node_differences(
     reference: Engine, other: Engine, tokens: Sequence[int], limit: float
 ) -> list[NodeDifference]:
-    """Return the differences of nodes in order, up to the layers of the first one above a limit."""
+    """Compare nodes in order, up to and including the group of layers that exceeds the limit."""
     found: list[NodeDifference] = []
     for names in groups(reference.decoder.names()):
         values = [_sorted(traced(engine, tokens, names)) for engine in (reference, other)]
@@ -186,7 +186,7 @@ def token_difference(
     text_of: Callable[[int], str],
     n_layer: int,
 ) -> TokenDifference:
-    """Return the cause of the tokens `chosen`, after the equal `tokens` of prompt and generations."""
+    """Find the layer that causes the different tokens `chosen` after the common `tokens`."""
     names = [f"blk.{i}.out" for i in range(n_layer)]
     states = traced(reference, tokens, names)
 
@@ -217,4 +217,7 @@ def check_alike(a: TextConfig, b: TextConfig) -> None:
     facts = [(c.name, c.n_layer, c.n_embd, c.n_vocab) for c in (a, b)]
     if facts[0] != facts[1]:
         sizes = ("{} of {} layers, {} elements, {} tokens".format(*fact) for fact in facts)
-        raise ArgumentError(f"the models differ in more than their weights: {' and '.join(sizes)}")
+        raise ArgumentError(
+            f"the models differ in more than their weights: {' and '.join(sizes)}; give "
+            "two versions of one model"
+        )

@@ -91,7 +91,7 @@ MAX_NAMED: Final = 8
 
 
 class Keys:
-    """The keys `<architecture>.*` of a file, by the part after the point, with a record of those read.
+    """Reads the keys `<architecture>.*` of a file, named without that prefix, and records them.
 
     Args:
         file: The model.
@@ -109,7 +109,7 @@ class Keys:
         return f"{self._arch}.{key}"
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH) -> int:
-        """Return a whole number."""
+        """Return an integer from `least` to `most`."""
         return self._meta.integer(self._name(key), default, least, most)
 
     def real(self, key: str, default: float | None = None, least: float = 0, most: float = 1e30) -> float:
@@ -117,7 +117,7 @@ class Keys:
         return self._meta.real(self._name(key), default, least, most)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a truth value."""
+        """Return a boolean."""
         return self._meta.flag(self._name(key), default)
 
     def text(self, key: str, default: str) -> str:
@@ -125,7 +125,7 @@ class Keys:
         return self._meta.text(self._name(key), default)
 
     def by_layer(self, key: str, n_layer: int) -> tuple[bool, ...] | None:
-        """Return a truth value for each layer, false beyond the array; `None` if the value is no array."""
+        """Return a boolean per layer, false beyond the array's end; `None` if it is no array."""
         name = self._name(key)
         if name not in self._meta or self._meta.slot(name).length is None:
             return None
@@ -139,10 +139,10 @@ class Keys:
         return self._meta.error(self._name(key), found)
 
     def check_unread(self, neutral: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse unread keys that change results, and warn of others.
+        """Raise if an unread key changes results; warn of the other unread keys.
 
         Args:
-            neutral: The values of unsupported keys with which they have no effect.
+            neutral: Unsupported keys, and their values that have no effect.
 
         Raises:
             ModelError: An unsupported key has another value.
@@ -197,7 +197,7 @@ class State:
     """The sizes of a recurrent layer (Mamba).
 
     Attributes:
-        n_conv: Tokens that the convolution sees.
+        n_conv: Width of the convolution [tokens].
         n_inner: Channels.
         n_state: Elements of a channel's state.
         n_dt: Rank of the time steps.

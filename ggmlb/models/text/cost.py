@@ -13,12 +13,12 @@ from ggmlb.models.text.config import TextConfig
 
 
 class Cost(NamedTuple):
-    """The cost of one token on the stream of a device, or of devices that share layers.
+    """The cost of one token on a device, or on devices that share layers (tensor parallelism).
 
     Attributes:
         read: Bytes of weights read.
         kv_read: Bytes of the KV cache read, for a full context.
-        copied: Bytes copied to it from other memory, or between the devices that share its work.
+        copied: Bytes copied to it from other memory, or between devices that share layers.
         calls: Number of transfers.
         launches: Number of computed nodes.
         seconds: Predicted time, by the rates of the devices; 0 without rates.
@@ -53,7 +53,7 @@ class TokenCosts:
         self._rates = rates
 
     def of(self, scheduler: Scheduler) -> list[Cost]:
-        """Return the cost of the last split graph on each stream."""
+        """Return the cost of the scheduler's last graph on each of its streams."""
         found = [Cost()] * scheduler.n_backends
         for split in scheduler.splits:
             streams = split.backend.streams

@@ -120,13 +120,13 @@ class BaseDecoder(ABC, Generic[Cache]):
         """
         self._runs.reserve(self._largest())
 
-    def decode(self, batch: Sequence[Token], is_lent: bool = False) -> Floats:
+    def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
         """Compute a batch, and add its tokens to the cache.
 
         Args:
             batch: At most `N_BATCH` tokens, of which at most `N_OUT` want logits; those of a sequence in
                 order, each after the last.
-            is_lent: Whether the next batch may overwrite the result, which need not be copied then.
+            is_view: Whether the result may be a view that the next batch overwrites.
 
         Returns:
             Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
@@ -141,7 +141,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         return self._compute(batch, "hidden", {})
 
     def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
-        """Compute a batch of one sequence, all of whose tokens want logits.
+        """Compute a batch of one sequence, with logits for all tokens; return named nodes.
 
         Returns:
             Values of nodes, tokens outermost; of attention weights the shape is `(n_head, n_tokens, n_seen)`.
@@ -151,7 +151,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         return {name: np.concatenate(parts) for name, parts in traced.items()}
 
     def names(self) -> list[str]:
-        """Return the names that `trace` knows, in the order in which the nodes are computed."""
+        """Return the names that `trace` accepts, in the order of computation."""
         return list(self._token_graph().named)
 
     def costs(self, rates: Mapping[Device, Rates]) -> list[Cost]:
@@ -202,7 +202,7 @@ class BaseDecoder(ABC, Generic[Cache]):
             traced[name].append(values[node.tensor].reshape(-1, *node.row)[:n])
 
     def lens(self, states: Floats) -> Floats:
-        """Return the logits of any hidden states, as after the last layer.
+        """Return the logits of hidden states, as if the last layer had computed them.
 
         Args:
             states: Shape `(n, n_embd)`.
@@ -260,9 +260,9 @@ class Decoder(BaseDecoder[KvCache]):
             for n_out in {min(n, N_OUT), max(1, min(n - 1, N_OUT))}:  # of some tokens, or of all
                 yield self._new_graph(n, n_out, self._memory.n_cells)
 
-    def decode(self, batch: Sequence[Token], is_lent: bool = False) -> Floats:
+    def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
         """Compute a batch; see `BaseDecoder.decode`."""
-        if is_lent and len(batch) == 1 and batch[0].wants_logits:
+        if is_view and len(batch) == 1 and batch[0].wants_logits:
             return self._next(batch[0])
         return super().decode(batch)
 
@@ -281,7 +281,7 @@ class Decoder(BaseDecoder[KvCache]):
         except BaseException:
             memory.release(np.array([cell]))
             raise
-        return graph.lent(graph.logits).reshape(1, -1)
+        return graph.flat_view(graph.logits).reshape(1, -1)
 
     def _compute(self, batch: Sequence[Token], output: str, traced: Traced) -> Floats:
         memory = self._memory
@@ -304,7 +304,7 @@ class Decoder(BaseDecoder[KvCache]):
                 if chosen or not self._n_ubatch:
                     self._runs.wait()
                 if chosen:
-                    rows = graph.lent(getattr(graph, output)).reshape(-1, found[0].shape[1])
+                    rows = graph.flat_view(getattr(graph, output)).reshape(-1, found[0].shape[1])
                     found.append(rows[: len(chosen)].copy())
                 start = end
         except BaseException:  # the cells have no keys and values, or those of some layers only
@@ -357,7 +357,7 @@ class Decoder(BaseDecoder[KvCache]):
         return graph
 
     def names(self) -> list[str]:
-        """Return the names that `trace` knows, attention weights included."""
+        """Return the names that `trace` accepts, attention weights included."""
         found: list[str] = []
         for name in super().names():
             layer, _, part = name.rpartition(".")

@@ -98,7 +98,9 @@ class ExpertCache:
         self._experts = config.experts
         apart = {i: home for i, home in enumerate(homes) if not home.default_buffer_type.is_host}
         if not apart:
-            raise ArgumentError("expert_cache: no layer is on a device with memory of its own; name one")
+            raise ArgumentError(
+                "expert_cache: no layer is on a GPU; choose a device with separate memory for layers"
+            )
         whole = {layer: [weights[f"blk.{layer}.{kind}"] for kind in KINDS] for layer in apart}
         each = sum(tensor.nb[2] for tensors in whole.values() for tensor in tensors)
         self.n_slots = min(nbytes // each, config.experts.n)
@@ -120,11 +122,11 @@ class ExpertCache:
         self.buffers = alloc_zeros(contexts.values(), BufferUsage.WEIGHTS)
 
     def serves(self, layer: int, n_tokens: int) -> bool:
-        """Whether the cache has slots for all experts that a step of `n_tokens` may choose."""
+        """Whether the slots suffice for all experts that `n_tokens` tokens may choose."""
         return layer in self._layers and min(n_tokens * self._experts.n_used, self._experts.n) <= self.n_slots
 
     def choose(self, ctx: Context, layer: int, chosen: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the slots of chosen experts, i32 of the same shape, and the cached matrices by `KINDS`."""
+        """Return the slot of each chosen expert (i32) and the cached matrices, in the order of `KINDS`."""
         slots = self._layers[layer]
         return ctx.custom_4d(DType.I32, *chosen.ne, [chosen], self._load, 1, slots), slots.cached
 

@@ -24,7 +24,7 @@ Part = TypeVar("Part")
 
 @dataclass(repr=False)
 class Generation:
-    """Text that was generated after a prompt; as `str`, and in a notebook, it is the text.
+    """Generated text with its tokens and times; `str()` and notebooks show the text alone.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
@@ -121,7 +121,7 @@ class Request:
         return bool(self.result.stopped_by)
 
     def next_tokens(self, n_most: int) -> list[Token]:
-        """Return the next tokens to compute; the last one of the sequence wants logits."""
+        """Return at most `n_most` tokens to compute; only the sequence's last one wants logits."""
         if not self._times[0]:
             self._times[0] = perf_counter()
         end = min(len(self.tokens), self.n_done + n_most)
@@ -156,7 +156,7 @@ class Request:
             self._end("length")
 
     def take(self) -> str:
-        """Return the new text since the last call, without a possible beginning of a stop text."""
+        """Return the text since the last call; what may begin a stop text is held back."""
         self._read()
         end = len(self.result.text)
         piece = self.result.text[self._n_taken : end]
@@ -197,9 +197,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Engine:
-    """Computes requests in common batches: one token of each running request, then tokens of prompts.
+    """Continuous batching: a batch has one token of each running request, then prompt tokens.
 
-    Threads may share it, and callbacks may use it: batches take turns.
+    Threads may share it, and callbacks may use it: one batch is computed at a time.
 
     Args:
         decoder: Computes batches.
@@ -251,7 +251,7 @@ class Engine:
         sequence: int | None = None,
         n_cached: int = 0,
     ) -> Request:
-        """Return a request to generate after a prompt.
+        """Create a request to generate after a prompt.
 
         Args:
             tokens: The prompt.
@@ -308,7 +308,7 @@ class Engine:
                 batch += tokens
                 if tokens and tokens[-1].wants_logits:
                     asking.append(request)
-            rows = self.decoder.decode(batch, is_lent=True)
+            rows = self.decoder.decode(batch, is_view=True)
             for request, row in zip(asking, rows, strict=True):
                 self._check_finite(row, request.sequence, request.tokens)
             if not any(request.options.logits_processor for request in asking):
@@ -336,7 +336,7 @@ class Engine:
                 self.memory.remove(request.sequence)
 
     def parts(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Part]) -> Iterator[Part]:
-        """Compute a prompt; yield the result of `compute` for up to `N_OUT` tokens at a time.
+        """Compute a prompt in parts of at most `N_OUT` tokens; yield the result of `compute` for each.
 
         Raises:
             ArgumentError: The prompt does not fit.
@@ -354,7 +354,7 @@ class Engine:
                 self.memory.remove(sequence)
 
     def each(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Floats]) -> Floats:
-        """Return the outputs of `compute` (`decode` or `hidden` of the decoder) for all tokens of a prompt.
+        """Compute a prompt; return the outputs of `compute` (the decoder's `decode` or `hidden`).
 
         Raises:
             ArgumentError: The prompt does not fit.

@@ -233,7 +233,7 @@ class TextGraph(LayersGraph):
         masks: Sequence[npt.NDArray[np.float16]],
         chosen: npt.NDArray[np.int32],
     ) -> None:
-        """Write the inputs; `masks` are that without a window and, if there is one, that with it."""
+        """Write the inputs; `masks`: full attention, then sliding window if the model has one."""
         if self.layers.start == 0:
             self.write(self.ids, ids)
         self.write(self.positions, positions)

@@ -36,14 +36,14 @@ def matching(patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
             layers = {name.split(".")[1] for name in known if name.startswith("blk.")}
             near = did_you_mean(re.sub(r"^blk\.\d+\.", "blk.*.", pattern), forms)
             raise ArgumentError(
-                f"trace: no node of a model with {len(layers)} layers has the name {pattern!r}{near}"
+                f"trace: no node of this model with {len(layers)} layers has the name {pattern!r}{near}"
             )
         found.update(some)
     return [name for name in known if name in found]
 
 
 def traced_parts(engine: Engine, tokens: Sequence[int], names: Sequence[str]) -> Iterator[dict[str, Array]]:
-    """Compute a prompt; yield the values of nodes for some tokens at a time."""
+    """Compute a prompt in parts; yield the values of nodes for each."""
 
     def trace(batch: Sequence[Token]) -> dict[str, Array]:
         found = engine.decoder.trace(batch, names)
@@ -69,7 +69,7 @@ def _is_finite(values: Array) -> bool:
 
 
 def groups(names: Sequence[str]) -> Iterator[list[str]]:
-    """Group names by a few layers each, without attention weights, which are no nodes."""
+    """Group names by a few layers each; leave out attention weights, which are not nodes."""
     group: list[str] = []
     layers: set[str] = set()
     for name in names:

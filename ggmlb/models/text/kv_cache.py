@@ -26,7 +26,7 @@ SPARE = 128
 
 
 class SequenceCache(ABC):
-    """Base class of what a model keeps of the tokens of sequences, on the devices of the layers.
+    """Base class of the KV cache and of recurrent states, on the devices of the layers.
 
     Args:
         homes: A stream for each layer, on the device whose memory holds the layer's part.
@@ -46,7 +46,7 @@ class SequenceCache(ABC):
     """
 
     kind: ClassVar[str]
-    """In words."""
+    """Name for messages."""
 
     def __init__(
         self, homes: Sequence[Backend], n_cells: int, dtype: DType, kinds: Mapping[str, tuple[int, int]]
@@ -66,22 +66,22 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether there is room for sequences beside the others.
+        """Whether these sequences fit beside the others.
 
         Args:
-            needs: For the number of each sequence, the most tokens that it may have.
+            needs: Maximum number of tokens, by number of the sequence.
         """
 
     @abstractmethod
     def remove(self, sequence: int, start: int = 0) -> int:
-        """Remove the tokens of a sequence from a position on; return the number of tokens that stay."""
+        """Remove a sequence's tokens from a position on; return the number that remains."""
 
     @abstractmethod
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the positions of a sequence's tokens, and its part of each tensor."""
+        """Return a sequence's positions and its part of each cached tensor, by name."""
 
     def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Raise unless `load` can take a state.
+        """Raise an error if `load` cannot restore a state.
 
         Raises:
             ModelError: It is of another model, or of another type of KV cache.
@@ -141,8 +141,8 @@ class KvCache(SequenceCache):
         for n in (config.n_key, config.n_value):
             if n % dtype.block_size:
                 raise ArgumentError(
-                    f"kv_type {dtype.name.lower()} has blocks of {dtype.block_size} elements; a head of this "
-                    f"model has {n}: take f16"
+                    f"kv_type {dtype.name.lower()} has blocks of {dtype.block_size} elements, which do not "
+                    f"divide this model's heads of {n}; use f16"
                 )
         sizes = {"cache_k": config.n_key, "cache_v": config.n_value}
         kinds = {name: (n * config.n_head_kv, n_cells + SPARE) for name, n in sizes.items()}
@@ -212,7 +212,7 @@ class KvCache(SequenceCache):
                 del self._rows[key]
 
     def row(self, sequence: int, position: int, window: int) -> memoryview:
-        """Return the mask of a sequence's last token over all cells, as bytes."""
+        """Return the attention mask of a sequence's last token over all cells, as bytes."""
         row = self._rows.get((sequence, window))
         if row is None or row.position != position:
             token = np.array([sequence], np.int32), np.array([position], np.int32)
@@ -236,12 +236,12 @@ class KvCache(SequenceCache):
         self._rows.clear()
 
     def remove(self, sequence: int, start: int = 0) -> int:
-        """Free the cells of a sequence from a position on; return the number of tokens that stay."""
+        """Free a sequence's cells from a position on; return the number of tokens that remains."""
         self.release((self.sequence == sequence) & (self.position >= start))
         return int(np.count_nonzero(self.sequence == sequence))
 
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether there are cells for some sequences beside the others."""
+        """Whether these sequences fit beside the others."""
         held = (self.sequence != FREE) & ~np.isin(self.sequence, list(needs))
         return sum(needs.values()) + int(np.count_nonzero(held)) <= self.n_cells
 

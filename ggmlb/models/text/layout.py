@@ -66,7 +66,7 @@ class ModelLayout:
         if _squeezed(found) != _squeezed(shape):
             raise ModelError(
                 f"{self.file.path}: tensor {name!r} has shape {list(found)}; the metadata asks for "
-                f"{list(shape)}"
+                f"{list(shape)}; convert the file again"
             )
 
     def _check_all_used(self) -> None:
@@ -75,8 +75,8 @@ class ModelLayout:
         for name in self.file:
             if name not in used and name.rpartition("blk.")[2].partition(".")[2] not in IGNORED:
                 raise ModelError(
-                    f"{self.file.path}: no graph of this architecture reads the tensor {shown(name)!r}; the "
-                    "model is a variant that is not known"
+                    f"{self.file.path}: this architecture does not use the tensor {shown(name)!r}; the "
+                    "model is an unsupported variant"
                 )
 
     def names(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""LoadedModel: the weights, KV cache and graphs of a language model on devices, or planned without memory."""
+"""LoadedModel: weights, KV cache and graphs of a language model, allocated or only planned."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LoadedModel:
         changes: Changes,
     ) -> None:
         config = layout.config
-        overrides = placement.memory
+        overrides = placement.buffer_types
         if params.expert_cache is not None:
             overrides.setdefault(ON_HOST, _host_memory(backends))
         streams = tuple(backends.values())
@@ -104,7 +104,7 @@ class LoadedModel:
 
     @property
     def table(self) -> MemoryTable:
-        """The memory of each device, by kind."""
+        """The memory of each device by use: weights, adapters, KV cache, compute, expert cache."""
         adapters = [space for adapter in self.changes.adapters for space in adapter.spaces]
         buffers = {"kv": self.memory.buffers, "compute": self.decoder.buffers}
         if self.experts is not None:
@@ -116,7 +116,7 @@ class LoadedModel:
         return MemoryTable({"weights": self.weights.spaces, "adapters": adapters, **spaces})
 
     def load_adapter(self, source: FactorSource, scale: float = 1.0) -> Adapter:
-        """Load an adapter, and reserve the memory of graphs with all that are loaded.
+        """Load an adapter, and reserve compute memory for all loaded adapters.
 
         Raises:
             Error: As `TextModel.load_adapter`; it is not loaded then.

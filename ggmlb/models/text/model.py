@@ -168,7 +168,7 @@ class TextModel(ModelOnDevices):
 
     @property
     def memory(self) -> MemoryReport:
-        """The allocated memory of each device, beside the predicted memory.
+        """Allocated and predicted memory of each device.
 
         Raises:
             FreedError: The model was closed.
@@ -227,7 +227,7 @@ class TextModel(ModelOnDevices):
     # -- tokens and logits ---------------------------------------------------------------------
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a text, with the model's special tokens around it, or of a chat.
+        """Tokenize a text, with the model's special tokens around it, or a chat.
 
         Raises:
             ArgumentError: The prompt is empty, or has a token that the vocabulary lacks.
@@ -292,7 +292,7 @@ class TextModel(ModelOnDevices):
     # -- looking inside ------------------------------------------------------------------------
 
     def trace_names(self) -> list[str]:
-        """Return the names that `trace` knows, in the order in which the values are computed."""
+        """Return the names that `trace` accepts, in the order of computation."""
         self._check("trace_names")
         return self._engine.decoder.names()
 
@@ -334,7 +334,7 @@ class TextModel(ModelOnDevices):
         known = range(self.config.n_layer)
         asked = list(known if layers is None else layers)
         if not asked or not set(asked) <= set(known):
-            raise ArgumentError(f"logit_lens: layers {asked}; give some of 0 to {known[-1]}")
+            raise ArgumentError(f"logit_lens: layers is {asked}; give indices from 0 to {known[-1]}")
         return lens(self._engine, tokens, asked, self._text_of)
 
     def steering(
@@ -435,12 +435,14 @@ class TextModel(ModelOnDevices):
         """
         self._check("training")
         if adapter not in self._changes.active:
-            raise ArgumentError(f"training: {adapter!r} is off, closed, or of another model")
+            raise ArgumentError(
+                f"training: {adapter!r} is off, closed, or of another model; set its scale or load it"
+            )
         if not adapter.source.trainable:
             raise ArgumentError(f"training: {adapter!r} is not trainable; load it with trainable=True")
         if self.config.state is not None or self.config.experts is not None:
             kind = "is recurrent" if self.config.experts is None else "has experts"
-            raise ArgumentError(f"training: the model {kind}: ops of such models have no gradients")
+            raise ArgumentError(f"training: the model {kind}: its ops have no gradients; use another model")
         if n_ctx < 1 or not 1 <= n_batch <= MOST_TRAINED // n_ctx:
             raise ArgumentError(
                 f"training: n_ctx is {n_ctx}, n_batch {n_batch}; give 1 or more, together at most "
@@ -502,7 +504,7 @@ class TextModel(ModelOnDevices):
         max_tokens: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Comparison:
-        """Return the errors of another model, as a quantisation of this one, over a text.
+        """Return the errors of another version of this model (as a quantisation) over a text.
 
         Args:
             other: A model with the same layers and vocabulary.
@@ -525,7 +527,7 @@ class TextModel(ModelOnDevices):
     def differences(
         self, other: TextModel, prompt: Prompt, max_tokens: int = 0, limit: float = LIMIT
     ) -> Differences:
-        """Return the first node and token at which another model differs, as the same file on another device.
+        """Find the first node and token that differ in another model, or on another device.
 
         Args:
             other: A model with the same layers and vocabulary.

@@ -1,4 +1,4 @@
-"""Placement: where the weights and the KV cache of a text model go, as asked for and as resolved."""
+"""Placement: the devices of a language model's weights and KV cache, as requested and as resolved."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class ResolvedPlacement:
     overrides: Mapping[str, str | BufferType] = field(default_factory=dict)
 
     @property
-    def memory(self) -> dict[str, BufferType | None]:
-        """Buffer types of weights by regular expression; `None` for those that a device is given for."""
+    def buffer_types(self) -> dict[str, BufferType | None]:
+        """Overridden buffer types by regular expression; `None` where the override is a device."""
         return {
             pattern: None if isinstance(where, str) else where for pattern, where in self.overrides.items()
         }

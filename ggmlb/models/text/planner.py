@@ -165,12 +165,12 @@ class Planner:
 
     @property
     def host(self) -> str | None:
-        """The first device that computes in the machine's memory."""
+        """The first device that computes in host memory."""
         return next((name for name, devices in self._devices.items() if devices == (HOST,)), None)
 
     @property
     def is_open(self) -> bool:
-        """Whether the planner chooses the devices of layers: none are requested, and there is a choice."""
+        """Whether the planner chooses the devices of layers: none requested, several possible."""
         is_requested = self.requested.layers is not None and not isinstance(self.requested.layers, str)
         return not is_requested and bool(self.requested.limits or set(self.free) - {HOST})
 
@@ -199,7 +199,7 @@ class Planner:
     def costs(
         self, placement: ResolvedPlacement, rates: Mapping[Device, Rates] = MappingProxyType({})
     ) -> dict[str, Cost]:
-        """Return what one token costs each device, with times if the rates of all devices are given."""
+        """Return the cost of one token on each device, with times if the rates of all are given."""
         with self._planned(placement) as model:
             return dict(zip(self.backends, model.decoder.costs(rates), strict=True))
 
@@ -222,7 +222,7 @@ class Planner:
     def over(
         self, resources: ExitStack, names: Sequence[str], requested: Placement, order: Sequence[str] = ()
     ) -> Planner:
-        """Return a planner of the same model over other devices, which `resources` closes.
+        """Return a planner of the same model for other devices; `resources` closes them.
 
         Raises:
             ArgumentError: Devices that differ share layers with experts; or as `Planner`.
@@ -231,12 +231,12 @@ class Planner:
         return _planner_over(resources, self.layout, names, self.params, requested, order)
 
     def lacks(self, table: MemoryTable, is_strict: bool = True) -> dict[str, int]:
-        """Return the bytes that devices lack.
+        """Return the bytes by which a placement exceeds the memory of devices.
 
         Args:
             table: The memory of a placement.
-            is_strict: Whether to count the machine's own memory where it has no limit, although the system
-                can reclaim the pages of mapped files.
+            is_strict: Whether to count host memory without a limit, although the system can reclaim the
+                pages of mapped files.
         """
         counted = set(self.free) - {HOST} | self._limited
         devices = set(self.free) if is_strict else counted
@@ -256,7 +256,7 @@ class Planner:
         return 256 * low
 
     def most_gpu_layers(self) -> int | None:
-        """Return the largest `layers` (a number) that fits, the request being else the same; `None`: none."""
+        """Return the largest number `layers` that fits, all else as requested; `None`: none fits."""
         for n in range(self.config.n_layer, -1, -1):
             other = Planner(self.layout, self.backends, self.params, replace(self.requested, layers=n))
             if other.best_fits():
@@ -264,15 +264,15 @@ class Planner:
         return None
 
     def best_fits(self) -> bool:
-        """Whether the requested placement fits, or any placement where layers are open."""
+        """Whether the requested placement fits, or any if `is_open`."""
         return not self.lacks(self.best().table)
 
     def best(self) -> Fit:
-        """Return the requested placement, or where layers are open the one that fits best."""
+        """Return the requested placement, or if `is_open` the one that fits best."""
         return self.fit() if self.is_open else Fit(self.asked, self.forecast(self.asked))
 
     def choose(self) -> ResolvedPlacement:
-        """Return the requested placement, or where layers are open one that fits.
+        """Return the requested placement, or if `is_open` one that fits.
 
         Raises:
             AllocationError: A device lacks room.
@@ -387,7 +387,7 @@ class Planner:
         return (*names, *((w.dtype, w.shape, w.offset % 64) for w in weights))
 
     def _weight(self, sources: Mapping[str, Source], backend: Backend) -> int:
-        weights = Weights(self.file, None, self.asked.memory)
+        weights = Weights(self.file, None, self.asked.buffer_types)
         weights.place(sources, backend)
         try:
             return _most(weights.spaces, backend)
@@ -463,7 +463,7 @@ def open_planner(
     n_ubatch: int | None = None,
     adapters: Sequence[Path] = (),
 ) -> Planner:
-    """Open a model's file, and devices that `resources` closes, to plan the placement; see `TextModel`.
+    """Open a model's file and devices to plan its placement; `resources` closes the devices.
 
     Raises:
         Error: As `TextModel`.
@@ -480,8 +480,8 @@ def open_planner(
     kv_nbytes = n_kv * kv.type_size // kv.block_size
     if n_ctx is None and kv_nbytes > max(KV_NBYTES, KV_SHARE * file.nbytes):
         raise ModelError(
-            f"{file.path}: the KV cache of {n:,} tokens takes {kv_nbytes:,} bytes, the weights "
-            f"{file.nbytes:,}; if that is right, give the context size (n_ctx, --ctx)"
+            f"{file.path}: the KV cache of {n:,} tokens takes {kv_nbytes:,} bytes, many more than "
+            f"the weights, {file.nbytes:,}; give the context size (n_ctx, --ctx)"
         )
     if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
         raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
@@ -503,8 +503,8 @@ def _planner_over(
     for name, backend in backends.items() if layout.config.experts else ():
         if len({(s.device.reg.name, s.device.description) for s in backend.streams}) > 1:
             raise ArgumentError(
-                f"{name}: devices that differ cannot share layers with experts, as each chooses these by its "
-                "own rounding; give whole layers to each, as -d A,B"
+                f"{name}: different devices cannot share layers with experts, as their rounding may choose "
+                "different experts; give whole layers to each, as -d A,B"
             )
     return Planner(layout, backends, params, requested, order)
 
@@ -551,7 +551,9 @@ def _by_device(
     if isinstance(layers, Mapping):
         return layers
     if layers < 0:
-        raise ArgumentError(f"layers is {layers}; give 0 or more of the last layers, or layers by device")
+        raise ArgumentError(
+            f"layers is {layers}; give a number of last layers, 0 or more, or layers by device"
+        )
     if len(names) == 1:
         return None
     first = max(0, n_layer - int(layers))

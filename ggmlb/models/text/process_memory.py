@@ -27,7 +27,7 @@ PER_THREAD = 24 << 20
 
 
 class ProcessMemory(NamedTuple):
-    """Bytes besides the buffers of a model; compiling kernels for the first time takes more.
+    """Host memory of a process besides a model's buffers [bytes]; compiling kernels takes more.
 
     Attributes:
         vocabulary: The vocabulary, with its tables.

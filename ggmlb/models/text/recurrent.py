@@ -62,8 +62,8 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
     def _begin(self, sequence: int, position: int) -> None:
         if position != self._memory.length(sequence):
             raise ArgumentError(
-                f"sequence {sequence} goes on at position {position}, but its states have seen "
-                f"{self._memory.length(sequence)} tokens"
+                f"sequence {sequence} continues at position {position}, but its states hold "
+                f"{self._memory.length(sequence)} tokens; remove it first"
             )
         self._memory.slot_of(sequence)
 
@@ -101,6 +101,6 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
         found = getattr(graph, output)
         if found is None:
             return {}
-        table = graph.lent(found).reshape(n_out, -1)
+        table = graph.flat_view(found).reshape(n_out, -1)
         at = wanted if n_out == n else range(len(wanted))
         return {places[j]: table[row].copy() for j, row in zip(wanted, at, strict=True)}

@@ -26,7 +26,7 @@ LIKELY = 24.0
 @checked_methods
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a generation; the steps of sampling are taken in this order, as in llama.cpp.
+    """Options of generation; sampling applies its steps in this order, as llama.cpp does.
 
     Attributes:
         max_tokens: Most tokens to generate.
@@ -73,7 +73,7 @@ class Options:
 
 
 class OptionValues(TypedDict, total=False):
-    """Single options by name, as `generate(prompt, max_tokens=64)` takes them; see `Options`."""
+    """Options as keywords, as in `generate(prompt, max_tokens=64)`; see `Options`."""
 
     max_tokens: int
     temperature: float
@@ -90,7 +90,7 @@ class OptionValues(TypedDict, total=False):
 
 
 def changed(options: Options | None, changes: OptionValues) -> Options:
-    """Return options with single ones changed by name.
+    """Return options with those named in `changes` replaced.
 
     Raises:
         ArgumentError: There is no such option, or it is out of range.
@@ -156,9 +156,7 @@ def _processed(processor: LogitsProcessor, logits: Floats, tokens: Sequence[int]
         )
     if not np.isfinite(most := found.max()):
         what = "-inf for every token" if most == -np.inf else f"{most}"
-        raise ArgumentError(
-            f"logits_processor returned {what}; give numbers, and -inf for those tokens that must not come"
-        )
+        raise ArgumentError(f"logits_processor returned {what}; give numbers, and -inf for excluded tokens")
     return found
 
 

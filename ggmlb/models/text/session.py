@@ -37,7 +37,7 @@ SAMPLE = 512
 
 @checked_methods
 class Session:
-    """Generation for prompts with a common prefix, of which only the new tokens are computed.
+    """Generation that reuses its KV cache: only tokens after the common prefix are computed.
 
     Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only. A
     recurrent model (Mamba) continues only if the prompt starts with all cached tokens and has more; otherwise
@@ -109,8 +109,8 @@ class Session:
         with self._engine.lock:
             if self._is_busy:
                 raise GraphError(
-                    f"session.{call}: the session is in use, by a call that a callback or another thread is "
-                    "in; wait for its end, or use another session"
+                    f"session.{call}: the session is in use by another thread, or by the call that runs "
+                    "this callback; wait for its end, or use another session"
                 )
             self._is_busy = True
         try:
@@ -119,7 +119,7 @@ class Session:
             self._is_busy = False
 
     def save_state(self, path: str | PathLike[str]) -> None:
-        """Save tokens and KV cache to a file, for `load_state`; on an error, an earlier file stays.
+        """Save tokens and KV cache to a file for `load_state`; an error leaves an existing file unchanged.
 
         Raises:
             ModelError: The file cannot be written.
@@ -150,7 +150,7 @@ class Session:
                 )
             tokens = file.array("tokens")
             if tokens.dtype != np.int32 or tokens.ndim != 1 or (tokens.size and tokens.min() < 0):
-                raise ModelError(f"{path} is damaged: its tokens are no token ids")
+                raise ModelError(f"{path} is damaged: its tokens are no token ids; save it again")
             state = {name: file.blocks(name) for name in file if file[name].dtype is DType.I8}
             state["positions"] = np.arange(tokens.size, dtype=np.int32)
             memory = self._engine.memory
@@ -167,7 +167,7 @@ class Session:
                 self.tokens = tokens.tolist()
 
     def close(self) -> None:
-        """Free the cells of the sequence."""
+        """Remove the session's tokens from the KV cache."""
         with self._alone("close"):
             self._cut(0)
             self.tokens = []

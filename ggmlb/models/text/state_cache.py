@@ -55,7 +55,7 @@ class StateCache(SequenceCache):
     # -- slots ---------------------------------------------------------------------------------
 
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether there are slots for some sequences beside the others."""
+        """Whether these sequences fit beside the others."""
         return len(needs.keys() | self._slots.keys()) <= self.spare
 
     def length(self, sequence: int) -> int:
@@ -86,7 +86,7 @@ class StateCache(SequenceCache):
         self._lengths[sequence] = self.length(sequence) + n
 
     def remove(self, sequence: int, start: int = 0) -> int:
-        """Remove the tokens from a position on: all, if the states include a later token; see the base."""
+        """Remove the whole sequence if it reaches past a position, as states cannot be rewound."""
         n = self.length(sequence)
         if 0 < n <= start:
             return n

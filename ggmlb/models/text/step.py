@@ -89,8 +89,8 @@ class StepGraph:
         else:
             view[2][0] = value
 
-    def lent(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """Return all elements of an output, flat, in memory that the next computation may overwrite."""
+    def flat_view(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """Return an output as a flat array, possibly a view that the next computation overwrites."""
         view = self._view(tensor)
         return tensor.to_numpy().reshape(-1) if view is None else view[2]
 
@@ -106,7 +106,7 @@ class StepGraph:
         return view
 
     def set_changes(self, changes: Changes, positions: npt.NDArray[np.int32] | list[int]) -> None:
-        """Write steering vectors and scales of the layers and adapters that the graph was built for.
+        """Write the steering vectors and adapter scales that the graph has inputs for.
 
         Args:
             changes: Their values.

@@ -38,14 +38,14 @@ NO_CHOICE = "the layers of each device are given, or there is one memory only"
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """A planned strategy.
+    """A parallel strategy with its planned placement, cost and missing memory.
 
     Attributes:
         name: A key of `STRATEGIES`.
         planner: Plans over its devices; `None` where the strategy is not possible.
         fit: Its placement and memory.
         costs: The cost of a token on each device.
-        short: Bytes that devices lack.
+        short: Bytes by which it exceeds the memory of devices.
         why: Why the strategy is not possible.
     """
 
@@ -58,7 +58,7 @@ class ParallelStrategy:
 
     @property
     def time(self) -> float:
-        """The predicted time of a token [s], also if it does not fit; 0 where it is not known."""
+        """The predicted time of a token [s], even if it does not fit; 0 if unknown."""
         return sum(cost.seconds for cost in self.costs.values())
 
 
@@ -86,26 +86,26 @@ class StrategyPlanner:
             raise ArgumentError(f"bandwidth: {name!r} is none of the devices; they are {', '.join(names)}")
 
     @property
-    def are_several(self) -> bool:
-        """Whether there is a choice: several memories, and no layers requested."""
+    def has_choice(self) -> bool:
+        """Whether several strategies are possible: several memories, no requested layers."""
         return len(self._planner.free) > 1 and self._planner.is_open
 
     def planned(self) -> list[ParallelStrategy]:
-        """Return all strategies, or the request alone where there is no choice.
+        """Return all strategies, or only `layer` if there is no choice.
 
         Raises:
             AllocationError: A device lacks room to measure it.
         """
-        return [self._planned(name) for name in (STRATEGIES if self.are_several else (LAYER,))]
+        return [self._planned(name) for name in (STRATEGIES if self.has_choice else (LAYER,))]
 
     def planner_of(self, name: str) -> Planner:
-        """Return a planner of a strategy, or of the best.
+        """Return a planner for a strategy, or for the best one.
 
         Raises:
             ArgumentError: The strategy is unknown or not possible.
             AllocationError: A device lacks room to measure it.
         """
-        if name == LAYER or (name == BEST and not self.are_several):
+        if name == LAYER or (name == BEST and not self.has_choice):
             return self._planner
         planned = (
             self.planned() if name == BEST else [self._planned(each) for each in STRATEGIES if each == name]
@@ -116,7 +116,7 @@ class StrategyPlanner:
 
     @staticmethod
     def taken(name: str, planned: Sequence[ParallelStrategy]) -> ParallelStrategy:
-        """Return the planned strategy of a name, or the best one: if none fits, the first.
+        """Return the planned strategy of a name; `best`: the fastest that fits, else the first.
 
         Raises:
             ArgumentError: The strategy is unknown or not possible.
@@ -133,13 +133,13 @@ class StrategyPlanner:
 
     @cached_property
     def _rates(self) -> dict[Device, Rates]:
-        return rates_of(self._devices, commonest(self._planner), self._declared)
+        return rates_of(self._devices, most_read_matrix(self._planner), self._declared)
 
     def _planned(self, name: str) -> ParallelStrategy:
         try:
             planner = self._planner if name == LAYER else self._other(name)
             fit = planner.best()
-            costs = planner.costs(fit.placement, self._rates if self.are_several else {})
+            costs = planner.costs(fit.placement, self._rates if self.has_choice else {})
         except Error as error:
             if name == LAYER or isinstance(error, AllocationError):
                 raise
@@ -152,7 +152,7 @@ class StrategyPlanner:
         Raises:
             ArgumentError: It is not possible.
         """
-        if not self.are_several:
+        if not self.has_choice:
             raise ArgumentError(NO_CHOICE)
         if name == FASTEST:
             return self._fastest()
@@ -168,11 +168,11 @@ class StrategyPlanner:
 
         order = sorted(self._planner.order, key=read, reverse=True)
         if order == self._planner.order:
-            raise ArgumentError("the devices are named in this order")
+            raise ArgumentError("the devices are already in order of speed")
         return self._over(list(self._planner.backends), order)
 
     def _cards(self) -> dict[str, Device]:
-        """Devices with memory of their own, by name."""
+        """Devices with separate memory, by name."""
         backends = self._planner.backends
         return {
             name: backends[name].device for name in self._planner.order if not self._is_host(backends[name])
@@ -185,7 +185,7 @@ class StrategyPlanner:
     def _tensor(self) -> Planner:
         cards, names = list(self._cards()), list(self._planner.backends)
         if any(len(self._planner.backends[name].streams) > 1 for name in names):
-            raise ArgumentError("devices share layers already")
+            raise ArgumentError("the request already joins devices with +")
         host = self._planner.host
         members = cards if len(cards) > 1 or host is None else [*cards, host]
         return self._over(["+".join(members), *(name for name in names if name not in cards)])
@@ -198,7 +198,7 @@ class StrategyPlanner:
         shares = dict.fromkeys(alike, 1.0) if inf in free.values() else free
         memory = split_rows(device, shares)
         if len(alike) < 2:
-            raise ArgumentError(f"rows go over several devices of {device.reg.name}; there is {first} alone")
+            raise ArgumentError(f"rows need several {device.reg.name} devices; there is only {first}")
         n_layer = self._planner.config.n_layer
 
         names = list(self._planner.backends)
@@ -236,7 +236,7 @@ def _most(fits: Callable[[int], bool], n: int) -> int:
 
 
 def with_strategy(resources: ExitStack, planner: Planner) -> Planner:
-    """Return a planner of the requested strategy, over devices that `resources` closes.
+    """Return a planner for the requested strategy; `resources` closes its devices.
 
     Raises:
         Error: As `StrategyPlanner.planner_of`.
@@ -251,8 +251,8 @@ def with_strategy(resources: ExitStack, planner: Planner) -> Planner:
     return planner.over(resources, list(found.backends), found.requested, found.order)
 
 
-def commonest(planner: Planner) -> tuple[DType, tuple[int, int]]:
-    """Return the type and shape of the matrices that a token reads most bytes of; large ones are cut."""
+def most_read_matrix(planner: Planner) -> tuple[DType, tuple[int, int]]:
+    """Return type and shape of the matrices with the most bytes read per token, cut if large."""
     layout, read = planner.layout, Counter[tuple[DType, tuple[int, int]]]()
     for part in (*layout.layers, layout.output):
         for source in part.values():
