@@ -93,7 +93,7 @@ class ChatTemplate:
                     "{'type': 'text', 'text': ...}"
                 )
             parts = [dict(part) for part in content]
-            # One part goes as a text: some templates take parts of a user only.
+            # A single part is passed as text: some templates support lists of parts for users only.
             as_parts = self._takes_parts and not (len(parts) == 1 and self._takes_text)
             found["content"] = parts if as_parts else "\n".join(part["text"] for part in parts)
         elif "content" in found and not self._takes_text:
@@ -106,7 +106,7 @@ class ChatTemplate:
         if not isinstance(function, Mapping) or "arguments" not in function:
             return call
         given = function["arguments"]
-        with suppress(ValueError, TypeError, RecursionError):  # as they were given, where they are no JSON
+        with suppress(ValueError, TypeError, RecursionError):  # unchanged if they are not JSON
             if self._takes_objects:
                 given = json.loads(given) if isinstance(given, str) else given
             elif not isinstance(given, str):
@@ -194,7 +194,7 @@ class _Sandbox:
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
             answer = ""
             try:
-                with suppress(OSError):  # it has ended
+                with suppress(OSError):  # the process has ended
                     process.stdin.write(request)
                     process.stdin.flush()
                     answer = process.stdout.readline()
@@ -203,7 +203,7 @@ class _Sandbox:
                     return found
                 said = process.stderr.read()
                 status = process.wait()
-            except BaseException:  # as Ctrl-C; the next request would get this answer
+            except BaseException:  # such as Ctrl-C: the next request would read this answer
                 self.close()
                 raise
             self.close()

@@ -91,7 +91,7 @@ def from_printable(text: str) -> bytes:
     return b"".join(_BYTES_OF.get(ord(c)) or c.encode() for c in text)
 
 
-# -- the two kinds ---------------------------------------------------------------------------------
+# -- BPE and SPM ---------------------------------------------------------------------------------
 
 
 class BytePairs:
@@ -155,8 +155,8 @@ class SentencePieces:
 
     Args:
         ids: Token numbers by text.
-        scores: Of the tokens by number: the highest merges first.
-        unknown: The token for bytes that have none; `None` leaves them out.
+        scores: Score of each token by number: the highest merges first.
+        unknown: The token for bytes without a token; `None` leaves them out.
         adds_space: Whether a text begins as if there were a space before it.
     """
 

@@ -158,8 +158,8 @@ class PreTokenizer(NamedTuple):
     """Splits texts into words.
 
     Attributes:
-        patterns: Expressions, each applied to what those before it have left: matches and the gaps between
-            them are words.
+        patterns: Expressions; each splits the pieces left by earlier ones into matches and the gaps
+            between them.
         is_byte_level: Whether words are merged byte by byte; else in characters, with the space as U+2581.
         ignores_merges: Whether a word that is a token needs no merges.
         keeps_newlines: The same for words of newlines alone.

@@ -96,11 +96,11 @@ def quantize_gguf(
         source: The model; a split model becomes one file.
         path: The new file.
         dtype: The type of matrices, or the name of a mixture, as `"q4_K_M"`.
-        rules: Types of some tensors by regular expression; the first that is found in the name decides.
-        pure: Whether all matrices, the output too, get `dtype`, or the type that most of a mixture has.
-        requantize: Whether to convert tensors that are quantised, which loses more than from floating point.
+        rules: Types of single tensors by regular expression; the first that matches in the name counts.
+        pure: Whether all matrices, the output included, get `dtype`, or the mixture's most frequent type.
+        requantize: Whether to convert quantised tensors, which is less accurate than from floating point.
         n_threads: Number of threads.
-        progress: Called with the bytes that are done.
+        progress: Called with the bytes that were converted.
 
     Returns:
         The tensors with their new types, in the order of the file.

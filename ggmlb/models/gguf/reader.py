@@ -107,7 +107,9 @@ class GgufFile(Mapping[str, GgufTensor]):
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        with failing(f"cannot open {path}", RuntimeError, cure="give its whole path"):  # no such home
+        with failing(
+            f"cannot open {path}", RuntimeError, cure="give its whole path"
+        ):  # the home folder is unknown
             self.path = Path(path).expanduser()
         first = _Part(MappedFile(self.path), 0)
         self.version, self.metadata, self.alignment = first.version, first.metadata, first.alignment
@@ -308,7 +310,7 @@ class _Part:
             is_swapped = int.from_bytes(self.version.to_bytes(4, "little"), "big") in VERSIONS
             cure = "it is big-endian" if is_swapped else "versions 2 and 3 are read"
             raise ModelError(f"{file.path} is GGUF of version {self.version}: {cure}; convert it again")
-        # The least that a value takes is its key's length, its kind and one byte; of a tensor, 24 bytes.
+        # Least sizes [bytes] of a value (length of its key, type, one byte: 13) and of a tensor's entry (24).
         self._check_count("n_kv", n_values, 13, MAX_VALUES)
         self._check_count("n_tensors", n_tensors, 24, MAX_TENSORS)
         self._n_strings = 0
@@ -396,7 +398,7 @@ class _Part:
         self._n_strings += count
         start = at = self._at
         data, size, read = self._data, self._size - 8, _U64
-        for _ in range(count):  # as short as can be: vocabularies have hundreds of thousands
+        for _ in range(count):  # a tight loop: vocabularies have hundreds of thousands of strings
             if at > size:
                 break
             at += 8 + read(data, at)[0]

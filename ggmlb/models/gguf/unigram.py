@@ -17,19 +17,19 @@ MAX_REPLACEMENT: Final = 256
 """Longest text that a character is replaced by [bytes]; the longest known has 33."""
 
 MAX_REPLACED: Final = 128
-"""Longest text that is replaced [bytes]; units that go on are damaged, or a loop."""
+"""Longest text that is replaced [bytes]; a longer walk through the trie means damage or a loop."""
 
 
 class Unigrams:
     """Unigram language model (UGM) over a normalised text, by the library `tokenizers`.
 
     Args:
-        tokens: Their texts; `None` for tokens that do not stand for text.
+        tokens: Their texts; `None` for tokens without text.
         scores: Their log-probabilities.
         unknown: The token for characters without one.
-        replacements: How characters are normalised, as SentencePiece compiles it; empty for not at all.
+        replacements: Bytes of `precompiled_charsmap`; empty for no normalisation.
         adds_space: Whether a text begins as if there were a space before it.
-        merges_spaces: Whether spaces in a row are one.
+        merges_spaces: Whether runs of spaces become one space.
 
     Raises:
         ModelError: The replacements are damaged, or `tokenizers` is not installed.

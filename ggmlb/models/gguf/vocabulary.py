@@ -168,7 +168,7 @@ class Vocabulary:
         self.adds_bos |= self._pre.always_adds_bos and self.bos is not None
         self.adds_eos = self._adds("eos", self.eos, defaults.adds_eos)
         self.adds_sep = defaults.adds_sep and self.sep is not None
-        # Files of other kinds have the key too, but their texts begin as they are.
+        # Files of other tokenizers have the key too, but it does not apply to them.
         can_add_space = self._model in ("llama", "t5")
         self._adds_space = can_add_space and metadata.flag(_KEY + "add_space_prefix", defaults.adds_space)
 
@@ -350,7 +350,7 @@ class Vocabulary:
             self.types[self._ids[text]] = TokenType.USER_DEFINED
         ends = {self.eos, self.eot, self.eom, *(self._ids[text] for text in texts)}
         ends |= {self._special(name, self._first(found)) for name, found in _FILE_ENDS}
-        # Texts that mean something else in some families of models.
+        # Texts with another meaning in some families of models.
         if {"<|return|>", "<|call|>"} <= texts or (
             "<|flush|>" in texts and texts & {"<|call|>", "<|calls|>"}
         ):
@@ -470,7 +470,7 @@ class _Finder:
         found = []
         for _, start, piece in present:
             end = start + len(piece)
-            # A token taken before is at least as long: it covers an end of this one if they overlap.
+            # Earlier tokens are at least as long: on overlap they cover an end of this one.
             if is_taken[start] or is_taken[end - 1]:
                 continue
             while piece in self._strips and text[end : end + 1] in _STRIPPED and not is_taken[end]:

@@ -24,9 +24,9 @@ class WordPieces:
 
     Args:
         ids: Token numbers by text; tokens that begin a word begin with U+2581.
-        unknown: The token for a word that is not made of tokens; `None` leaves it out.
-        lowers: Whether upper and lower case are one.
-        strips_accents: Whether accents are left out.
+        unknown: The token for a word that tokens cannot make up; `None` leaves it out.
+        lowers: Whether text becomes lower case.
+        strips_accents: Whether accents are removed.
 
     Source: llm_tokenizer_wpm in llama.cpp's llama-vocab.cpp, but for accents, which are left out as by BERT:
     the marks beside letters of Indian scripts stay, and so do the vowels of Hangul.
@@ -51,7 +51,7 @@ class WordPieces:
 
     def _words(self, text: str) -> Iterator[str]:
         if self._strips_accents:
-            # One by one: to sort the marks after a character takes the square of their number, and they go.
+            # One by one: normalising a whole text sorts marks, in time quadratic in their number.
             text = "".join(unicodedata.normalize("NFD", character) for character in text)
         word = ""
         for character in text:

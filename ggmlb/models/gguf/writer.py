@@ -28,7 +28,7 @@ Writable = bool | int | float | str | np.generic | npt.NDArray[Any] | Sequence[A
 """A metadata value to write."""
 
 Blocks = tuple[Bytes | Iterable[Bytes], DType | str, Sequence[int]]
-"""Bytes, at once or in pieces; their type; extents in ggml order."""
+"""Bytes (one array, or several pieces), their type, extents in ggml order."""
 
 TensorData = npt.NDArray[Any] | Tensor | Blocks
 
@@ -162,7 +162,7 @@ def _payload(kind: GgufType, value: Any, what: str) -> bytes:
         return pack("<Q", len(raw)) + raw
     try:
         return pack(_FORMATS[kind], value)
-    except OverflowError:  # of floats; whole numbers are in the range of their kind
+    except OverflowError:  # only for floats; integers were checked against the range of their type
         raise ArgumentError(
             f"save_gguf: {what}: {value} is too large for float32; give numpy.float64"
         ) from None
@@ -178,7 +178,7 @@ def _kind_of(value: object, what: str) -> GgufType:
     if isinstance(value, float):
         return GgufType.FLOAT32
     if isinstance(value, int):
-        order = (1, 0, 3, 2)  # a single number is unsigned where it can be
+        order = (1, 0, 3, 2)  # a single integer is unsigned if it is not negative
         for kind, least, end in (_INTEGERS[i] for i in order):
             if least <= value < end:
                 return kind
