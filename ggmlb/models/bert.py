@@ -165,7 +165,7 @@ class BertConfig:
             "ff_up.bias": (0, 1, 1),
             "ff_down.weight": (0, 1, 1),
         }.get(part, (0, 0, 1))
-        # A part of a row is whole blocks, on the device with the same rows of the preceding product.
+        # Slices of rows are whole blocks, on the device that has the same rows of the preceding product.
         size = math.lcm(size, QUANTUM)
         n = weight.ne[axis] // max(n_parts, 1)
         if not n_parts or n % size:

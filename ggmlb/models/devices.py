@@ -83,7 +83,7 @@ def alloc_zeros(
 
 
 SPLIT = "_Split"
-"""End of the name of a memory that spreads the rows of matrices over devices."""
+"""Suffix of a split buffer type, which splits the rows of matrices over devices."""
 
 
 def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> list[str]:

@@ -33,7 +33,7 @@ class BertEmbedder(ModelOnDevices):
     """Computes sentence embeddings with a BERT-type model, such as all-MiniLM-L6-v2.
 
     Each layer runs on the device that holds its weights. A context manager, which frees the devices on
-    exit. Threads may share it: their batches take turns. On the CPU, weights are read from the mapped
+    exit. Threads may share it: one batch is computed at a time. On the CPU, weights are read from the mapped
     model file, which must not be modified meanwhile; it may be replaced by another file of its name. If it
     is truncated or overwritten, `embed` raises a ModelError, or the system ends the process (SIGBUS) if
     that happens during a read.
@@ -47,8 +47,8 @@ class BertEmbedder(ModelOnDevices):
         layers_on: The layers on each device, as `{"OpenCL0": "0-2"}`; see `assign_layers`.
         weight_type: Type in which matrices are stored, as `"f16"` or `"q8_0"`; that of the file by default.
         override_tensors: Other memory for some weights, by regular expression: `{"ffn": "CPU"}` keeps those
-            with `ffn` in their name on the CPU, which is one of the devices. Or any `BufferType`: one that
-            spreads rows over devices, say.
+            with `ffn` in their name on the CPU, which is one of the devices. Or any `BufferType`: for example
+            one that splits rows over devices.
 
     Attributes:
         config: The model's sizes.
@@ -143,7 +143,7 @@ class BertEmbedder(ModelOnDevices):
             Shape `(len(texts), n_embd)`, in the order of the texts.
 
         Raises:
-            ArgumentError: Something that is not a text, or a batch below 1.
+            ArgumentError: `texts` is not a list of texts, or `batch` is below 1.
             FreedError: The embedder was closed.
             ModelError: An embedding is not finite or 0 (for example, a weight is NaN), the tokenizer
                 fails on a text, or the mapped model file was changed.

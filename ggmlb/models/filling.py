@@ -33,7 +33,7 @@ def map_tensors(device: Device, tensors: Iterable[tuple[Tensor, Extent]]) -> lis
 
     Args:
         device: The device.
-        tensors: Unplaced tensors, with their places in files. Tensors of another type than in the file, or
+        tensors: Unplaced tensors with their extents in files. Tensors of another type than in the file, or
             not aligned for the device, stay unplaced.
 
     Returns:
@@ -64,7 +64,7 @@ def fill(tensors: Iterable[tuple[Tensor, Sequence[Extent]]]) -> None:
     copies: list[Callable[[], None]] = []
     for tensor, parts in tensors:
         buffer = tensor.placed("fill")
-        if isinstance(buffer, MetaBuffer):  # it reads a weight that is cut back for each piece
+        if isinstance(buffer, MetaBuffer):  # a partial write would read the split weight back
             pieces = [
                 converted(rows, part.dtype, tensor.dtype, tensor.name).reshape(-1)
                 for part in parts
@@ -124,7 +124,7 @@ def _run(copies: Sequence[Callable[[], None]]) -> None:
         thread = Thread(target=work, name="ggmlb fill")
         try:
             thread.start()
-        except RuntimeError:  # the system allows no more
+        except RuntimeError:  # the system allows no more threads
             break
         threads.append(thread)
     work()

@@ -29,7 +29,7 @@ LEAST_ROUNDS = 5
 """Fewest runs, of which the median counts."""
 
 BUDGET = 0.1
-"""Time for further runs [s], as others may load the machine."""
+"""Time for further runs [s], as other programs may load the machine."""
 
 
 class Rates(NamedTuple):

@@ -75,7 +75,7 @@ class Runs(Generic[Key, Built]):
         """
         built = self._built.get(key)
         if built is not None and built is self.last and self.scheduler.graph is built.graph:
-            return built  # still placed: no other graph was since
+            return built  # still placed: no other graph was placed since
         built = self._built.pop(key, None)
         if built is None:
             built = build()

@@ -86,7 +86,7 @@ class Tokenizer:
         with failing(f"{path} cannot be used"):
             self._tokenizer.no_padding()
             self._tokenizer.enable_truncation(n_max)
-        self([""])  # which has the special tokens, and nothing else
+        self([""])  # only special tokens
 
     def __call__(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the token numbers of each text, with the model's special tokens.
@@ -121,7 +121,7 @@ def _growth(normalizer: Mapping[str, Any]) -> int:
                 size *= _growth(step)
             case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if pattern:
                 size *= max(1, -(-len(content) // len(pattern)))
-            case {"type": "Replace", "content": str(content)}:  # it may match between all characters
+            case {"type": "Replace", "content": str(content)}:  # it may match between any characters
                 size *= 1 + len(content)
             case {"type": "Prepend", "prepend": str(content)}:
                 size += len(content)

@@ -44,7 +44,7 @@ class Weights:
 
     Args:
         file: The model's file.
-        matrix_type: Type in which matrices are stored; that of the file if `None`, blocks as they are.
+        matrix_type: Type in which matrices are stored; `None`: the file's type, quantised blocks unchanged.
         overrides: Buffer types of single weights by regular expression; the first match counts.
 
     Attributes:
@@ -62,7 +62,7 @@ class Weights:
         self._matrix_type = matrix_type
         self._buffers = ExitStack()
         self.spaces: list[tuple[BufferType, int]] = []
-        self._mapped: set[tuple[int, int]] = set()  # files and places in them
+        self._mapped: set[tuple[int, int]] = set()  # files and offsets
         self._placed: dict[str, Extent] = {}
 
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class Weights:
                 f"{self._file.path}: {name} stacks {', '.join(source.names)}, which have different types, "
                 f"{', '.join(kind.name for kind in kinds)}; load them separately, or with one matrix type"
             )
-        return DType.F32 if kinds[0] is DType.F64 else kinds[0]  # which products do not take
+        return DType.F32 if kinds[0] is DType.F64 else kinds[0]  # products do not support F64
 
     def _is_faster(self, tensor: Tensor, fast: BufferType) -> bool:
         may_grow = self._matrix_type is None and not tensor.dtype.is_quantized

@@ -197,7 +197,7 @@ class NewFactors:
         rng = generator(self.seed, "new_adapter")
 
         def values(a: Tensor, b: Tensor) -> tuple[npt.ArrayLike, npt.ArrayLike]:
-            bound = 1 / math.sqrt(a.ne[0])  # that of PyTorch's Linear
+            bound = 1 / math.sqrt(a.ne[0])  # as in PyTorch's Linear
             return rng.uniform(-bound, bound, a.shape), np.zeros(b.shape)
 
         return _place_trainable(names, weights, lambda _: self.rank, values)

@@ -17,7 +17,7 @@ from ggmlb.models.text.generation import Engine
 from ggmlb.models.text.inside import groups, traced, traced_parts
 
 LIMIT = 0.05
-"""NMSE above which two devices part by default, above what activations rounded to 8 bits lead to."""
+"""Default NMSE above which nodes of two devices differ; activations rounded to 8 bits stay below it."""
 
 
 @dataclass(frozen=True)

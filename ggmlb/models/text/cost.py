@@ -76,7 +76,7 @@ class TokenCosts:
             weight, share = node.operand(0), self._share if node.op is Op.MUL_MAT_ID else 1.0
             yield Cost(read=round(weight.nbytes * share), seconds=share * self._reading(weight, streams))
             slices = _slices(weight)
-            if len(streams) > 1:  # they share the weight's columns, and sum partial results
+            if len(streams) > 1:  # the weight's columns are split: partial results are summed
                 for _ in slices[1:] if slices[0].ne[0] < weight.ne[0] else ():
                     yield self._moved(node.nbytes, streams[:1], streams[1:2])
                     yield self._moved(node.nbytes, streams[1:2], streams[:1])

@@ -26,7 +26,7 @@ N_BATCH = 512
 """Largest batch [tokens]."""
 
 N_OUT = 64
-"""Most tokens of a batch that have outputs."""
+"""Maximum number of tokens with outputs in a batch."""
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, N_BATCH)
 """Tokens of graphs: a batch is padded to one of these sizes."""
@@ -35,10 +35,10 @@ MOST_NOT_OFFLOADED = 16
 """Largest of `SIZES` at which no device copies weights to multiply by them (`Device.offload_op`)."""
 
 LEAST_PART = 96
-"""Tokens below which a batch is not cut, whatever the padding: each part reads all weights."""
+"""Batches below this many tokens are not split, whatever the padding: each part reads all weights."""
 
 MOST_WASTE = 1.2
-"""Ratio of padded to real tokens above which a batch is cut."""
+"""Ratio of padded to real tokens above which a batch is split."""
 
 ATTENTION = "attn_weights"
 """The name of attention weights in a layer."""
@@ -124,7 +124,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         """Compute a batch, and add its tokens to the cache.
 
         Args:
-            batch: At most `N_BATCH` tokens, of which at most `N_OUT` want logits; those of a sequence in
+            batch: At most `N_BATCH` tokens, at most `N_OUT` of them with logits; those of a sequence in
                 order, each after the last.
             is_view: Whether the result may be a view that the next batch overwrites.
 
@@ -307,7 +307,7 @@ class Decoder(BaseDecoder[KvCache]):
                     rows = graph.flat_view(getattr(graph, output)).reshape(-1, found[0].shape[1])
                     found.append(rows[: len(chosen)].copy())
                 start = end
-        except BaseException:  # the cells have no keys and values, or those of some layers only
+        except BaseException:  # the failed batch may have written keys and values of some layers only
             memory.release(cells)
             raise
         return found[1] if len(found) == 2 else np.concatenate(found)
@@ -423,7 +423,7 @@ def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArra
 def largest_batches(backends: Sequence[Backend], n_most: int) -> tuple[int, ...]:
     """Return the sizes of the batches that need most memory.
 
-    A device with memory of its own may take the products of large batches with weights in host memory
+    A device with separate memory may take the products of large batches with weights in host memory
     (`Device.offload_op`), and leave those of small batches to the host.
     """
     may_offload = len(backends) > 1 and not all(b.device.buffer_type.is_host for b in backends)

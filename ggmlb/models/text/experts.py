@@ -51,7 +51,7 @@ class Slots:
         if not missing.size:
             return 0
         worth = np.where(self.expert < 0, -1, self.uses[self.expert])
-        worth[self.slot[experts[self.slot[experts] >= 0]]] = np.inf  # needed now
+        worth[self.slot[experts[self.slot[experts] >= 0]]] = np.inf  # keep those needed now
         for expert, slot in zip(missing.tolist(), np.argsort(worth, kind="stable").tolist(), strict=False):
             evicted = self.expert[slot]
             if evicted >= 0:
@@ -85,7 +85,7 @@ class ExpertCache:
         n_misses: Uses of experts that had to be copied.
 
     Raises:
-        ArgumentError: The model has no experts, or no layer on a device with memory of its own; or the limit
+        ArgumentError: The model has no experts, or no layer on a device with separate memory; or the limit
             is too small for those that one token uses.
         AllocationError: A device lacks room.
     """

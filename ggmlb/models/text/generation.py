@@ -33,7 +33,7 @@ class Generation:
         logprobs: For each generated token, if `logprobs` was given: the most likely tokens, best first, with
             the natural logarithms of their probabilities before sampling.
         stopped_by: `"length"`: `max_tokens` or the context size was reached; `"end"`: the model ended the
-            text; `"stop"`: a text of `stop` came; empty while the generation runs.
+            text; `"stop"`: a text of `stop` was generated; empty while the generation runs.
         prompt_seconds: Time until the first logits [s].
         seconds: Time from the first logits to the end [s].
     """
@@ -204,7 +204,7 @@ class Engine:
     Args:
         decoder: Computes batches.
         memory: The KV cache, or recurrent states.
-        not_finite: Returns the error about tokens whose last outputs are NaN or infinite.
+        not_finite: Returns the ModelError for tokens whose last outputs are NaN or infinite.
 
     Attributes:
         decoder: As given.
@@ -286,7 +286,7 @@ class Engine:
             while waiting or active:
                 with self.lock:
                     while waiting and len(active) < N_OUT and (not active or self._has_room(waiting[0])):
-                        active.append(waiting.popleft())  # one alone may try
+                        active.append(waiting.popleft())  # a single request always starts
                         self._running[active[-1].sequence] = active[-1]
                 for request in self._step(active):
                     if request.is_done:

@@ -74,7 +74,7 @@ class TextModel(ModelOnDevices):
     """Generates text with a GGUF model.
 
     Each layer runs on the device that has its weights. A context manager, which frees the devices on exit.
-    Threads may share it, and callbacks may use it: batches take turns; a session is for one call at a time,
+    Threads and callbacks may use it: one batch is computed at a time; a session serves one call at a time,
     and while a thread trains, no other may use the model. The CPU reads embeddings and unpacked weights from
     the mapped file, which must not be modified meanwhile.
 
@@ -108,8 +108,8 @@ class TextModel(ModelOnDevices):
     Raises:
         ModelError: The file is missing, corrupt, or of an unknown architecture.
         RegistryError: No device has one of the names.
-        ArgumentError: Devices are given twice, a device is named twice, the model lacks a layer, or an
-            override or strategy is not possible.
+        ArgumentError: `devices` and `placement` both name devices, a device is named twice, the model
+            lacks a layer, or an override or strategy is not possible.
         DTypeError: `kv_type` is no type.
         AllocationError: A device lacks room.
     """
@@ -583,7 +583,7 @@ class TextModel(ModelOnDevices):
         Args:
             prompt: A text, token numbers, or the messages of a chat (`{"role": ..., "content": ...}`).
             options: Options of the generation; see `Options`.
-            on_token: Called with each new piece of text, in whole characters.
+            on_token: Called with each new text, of whole characters.
             changes: Single options by name, as `max_tokens=64`; see `Options`.
 
         Raises:
@@ -666,7 +666,7 @@ class TextModel(ModelOnDevices):
         what = f"{self.file.path} on {devices}: NaN or infinity after token {len(tokens)}"
         try:
             found = first_not_finite(self._engine, tokens)
-        except AllocationError:  # other sequences leave no room to compute it again
+        except AllocationError:  # other sequences leave no room to recompute it
             found = None
         node, device = found or ("", "")
         where = f", first in {node!r} on {device}" if found else ""

@@ -37,7 +37,7 @@ class Placement:
             `{"exps": "CPU"}` leaves all experts on the CPU, `{r"blk\.[0-3]\..*exps": "CPU"}` those of four
             layers; `{"cache_": "CPU"}` puts the KV cache there, and with it attention (`cache_k.N`,
             `cache_v.N`; `state_conv.N` of recurrent models). A value may be any `BufferType` for weights;
-            `"CUDA0_Split"` spreads the rows of matrices over all CUDA devices.
+            `"CUDA0_Split"` splits the rows of matrices over all CUDA devices.
         limits: Most bytes on a device, as `{"CUDA0": 6 << 30}`; by default its free memory.
         expert_cache: Memory for the most used experts on the devices of their layers [bytes]; all experts
             are in host memory then. By default there is no cache.

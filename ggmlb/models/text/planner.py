@@ -46,7 +46,7 @@ KV_NBYTES, KV_SHARE = 1 << 28, 8
 """Largest KV cache by default: this many bytes, or this many times the bytes of the weights."""
 
 MARGIN = 1 << 30
-"""Most bytes of a device's free memory that are left to its runtime and to other programs."""
+"""Most bytes of a device's free memory reserved for its runtime and other programs."""
 
 N_TRIALS = 12
 """Most placements that are tried until one fits."""
@@ -97,8 +97,8 @@ class Planner:
     Attributes:
         layout, backends, params, requested: As given.
         file, config: Those of the layout.
-        free: Bytes that the model may take, by device; `HOST` for the machine's own memory.
-        asked: The placement as requested, with all layers on the first device where layers are open.
+        free: Bytes that the model may take, by device; `HOST` for host memory.
+        asked: The placement as requested, with all layers on the first device if `is_open`.
         order: One device for each memory, in the order in which they are filled.
 
     Raises:
@@ -148,7 +148,7 @@ class Planner:
         return free
 
     def _asked(self) -> ResolvedPlacement:
-        """Return the placement as requested, with all layers on the first device where they are open."""
+        """Return the placement as requested, with all layers on the first device if none are given."""
         names, n_layer = list(self.backends), self.config.n_layer
         layers = _by_device(self.requested.layers, n_layer, names)
         homes = assign_layers(layers, names, n_layer, (EMBEDDINGS, OUTPUT))
@@ -225,7 +225,7 @@ class Planner:
         """Return a planner of the same model for other devices; `resources` closes them.
 
         Raises:
-            ArgumentError: Devices that differ share layers with experts; or as `Planner`.
+            ArgumentError: Different devices share layers with experts; or as `Planner`.
             RegistryError: No device has one of the names.
         """
         return _planner_over(resources, self.layout, names, self.params, requested, order)
@@ -351,7 +351,7 @@ class Planner:
         return None
 
     def _worth(self, fit: Fit) -> tuple[int, ...]:
-        """Key by which placements are compared: the fewest bytes lacking, then most on the first devices."""
+        """Sort key of placements: fewest missing bytes, then most bytes on the first devices."""
         weights = (
             sum(fit.table.total(device, "weights") for device in self._devices[name]) for name in self.order
         )
@@ -446,7 +446,7 @@ class Planner:
 
 
 def _most(spaces: Iterable[Space], backend: Backend) -> int:
-    """The bytes on that device of a stream which has most."""
+    """The largest number of bytes on one device of a stream."""
     found = {device_of(stream.default_buffer_type): 0 for stream in backend.streams}
     for buft, nbytes in spaces:
         if device_of(buft) in found:

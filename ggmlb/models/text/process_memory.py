@@ -20,7 +20,7 @@ PER_NODE = 5 << 10
 """Bytes of a node, its tensors, and its step in a plan."""
 
 PER_KERNEL = 6 << 10
-"""Further bytes of a node on a device with memory of its own."""
+"""Further bytes of a node on a device with separate memory."""
 
 PER_THREAD = 24 << 20
 """Scratch memory of a thread of the CPU device: tiles of weights and scores in float32."""

@@ -52,7 +52,7 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
                     if not left[sequence]:
                         del left[sequence]
                 rows |= self._step(batch, step, output, traced)
-        except BaseException:  # states have seen a part of the batch
+        except BaseException:  # states include a part of the batch
             for token in batch:
                 self._memory.remove(token.sequence)
             raise

@@ -19,7 +19,7 @@ LogitsProcessor = Callable[[Sequence[int], Floats], Floats]
 alias("LogitsProcessor", "Callable")
 
 LIKELY = 24.0
-"""How far below the best logit a token is looked at first; beyond, its probability is under 4e-11 of it."""
+"""Logits this far below the best are skipped at first: less than 4e-11 of its probability."""
 
 
 @named("Options(...)")
@@ -106,7 +106,7 @@ class Sampler:
     """Chooses the tokens of one sequence.
 
     Args:
-        options: How.
+        options: Options of sampling.
     """
 
     def __init__(self, options: Options) -> None:
@@ -121,7 +121,7 @@ class Sampler:
             tokens: The tokens so far.
 
         Raises:
-            ArgumentError: The processor returned something else than as many logits.
+            ArgumentError: The processor did not return the same number of logits.
         """
         s = self._options
         if s.logits_processor is not None:

@@ -95,7 +95,7 @@ class Session:
                     if on_token is not None and (piece := request.take()):
                         on_token(piece)
             finally:
-                self.tokens = request.tokens[: self._cut(request.n_done)]  # fewer, where a batch failed
+                self.tokens = request.tokens[: self._cut(request.n_done)]  # fewer if a batch failed
         return request.result
 
     def _cut(self, n: int) -> int:
@@ -162,7 +162,7 @@ class Session:
                         "(Session.close), or open the model with a larger n_ctx"
                     )
                 self._cut(0)
-                self.tokens = []  # should the device fail
+                self.tokens = []  # in case the device fails
                 memory.load(self._sequence, state)
                 self.tokens = tokens.tolist()
 

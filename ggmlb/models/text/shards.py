@@ -18,8 +18,8 @@ class Shards:
 
     Each device has whole heads, with their part of the KV cache, and a slice of the feed-forward part and of
     the vocabulary. A layer therefore needs two sums over the devices: after the last products of attention
-    and of the feed-forward part. Tensors that cannot be cut are mirrored: fewer heads than devices, blocks of
-    weights that span heads, recurrent states.
+    and of the feed-forward part. Tensors that cannot be split are mirrored: fewer heads than devices,
+    blocks of weights that span heads, recurrent states.
 
     Args:
         layout: The model's sizes and weights.
@@ -29,7 +29,7 @@ class Shards:
         c, file = layout.config, layout.file
         queries = c.n_head // c.n_head_kv
         q, k, v = queries * c.n_key, c.n_key, c.n_value
-        # For each tensor, the cut axis, and the elements of each segment per KV head.
+        # For each tensor, the split axis, and the elements of each segment per KV head.
         self._heads: dict[str, tuple[int, tuple[int, ...]]] = {
             "attn_q.weight": (1, (q,)), "attn_q.bias": (0, (q,)),
             "attn_k.weight": (1, (k,)), "attn_k.bias": (0, (k,)), "cache_k": (0, (k,)),
@@ -38,7 +38,7 @@ class Shards:
             "attn_output.weight": (0, (queries * v,)),
         }  # fmt: skip
         fused = 1 if "blk.0.ffn_gate.weight" in file or c.experts else 2
-        # For each tensor, the cut axis, and the number of segments.
+        # For each tensor, the split axis, and the number of segments.
         self._slices: dict[str, tuple[int, int]] = {
             "ffn_gate.weight": (1, 1), "ffn_gate.bias": (0, 1), "ffn_up.weight": (1, fused),
             "ffn_up.bias": (0, fused), "ffn_down.weight": (0, 1), "ffn_gate_exps.weight": (1, 1),

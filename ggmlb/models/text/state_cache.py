@@ -20,8 +20,8 @@ N_SLOTS = 16
 class StateCache(SequenceCache):
     """The states of each recurrent layer after the last token of each sequence.
 
-    A sequence has a slot from its first token on, whose states are set to 0 then. An earlier state cannot be
-    restored: of a sequence, all tokens stay or none.
+    A sequence gets a slot with its first token, whose states are set to 0 then. Earlier states cannot be
+    restored: a sequence's tokens are kept or removed as a whole.
 
     Args:
         sizes: Sizes of a layer's states.
@@ -30,7 +30,7 @@ class StateCache(SequenceCache):
         n_slots: Most sequences.
 
     Attributes:
-        convolved: For each layer, the inputs that the convolution still sees,
+        convolved: For each layer, the last inputs of the convolution,
             f32 `[(n_conv - 1) * n_inner, n_slots + 1]`.
         scanned: For each layer, the states of the scan, f32 `[n_state * n_inner, n_slots + 1]`.
         spare: The number of the last slot, for padding sequences of a batch.

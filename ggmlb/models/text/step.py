@@ -115,7 +115,7 @@ class StepGraph:
         if self._states is not None and changes.resumed is not None:
             self._states.set(changes.resumed[1][positions])
         for layer, tensor in self._steering.items():
-            if tensor.buffer is not None:  # no node reads it where no output is computed
+            if tensor.buffer is not None:  # unplaced where no node reads it
                 tensor.set(changes.steered[layer])
         for (adapter, rank), tensor in self._multipliers.items():
             if tensor.buffer is not None:

@@ -33,7 +33,7 @@ STRATEGIES: Mapping[str, str] = {
 BEST = "best"
 """The strategy with the least predicted time of a token among those that fit."""
 
-NO_CHOICE = "the layers of each device are given, or there is one memory only"
+NO_CHOICE = "the layers of each device are given, or there is only one device memory"
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class StrategyPlanner:
     """Plans the strategies of a model over some devices.
 
     Args:
-        resources: Closes the devices that are opened.
+        resources: Exit stack that closes the devices.
         planner: Plans the model over the devices that were named.
         declared: Bandwidths of devices by name, in place of measured ones [bytes/s].
 
     Raises:
-        ArgumentError: A bandwidth is declared of a device that the model does not have.
+        ArgumentError: A bandwidth is declared for a device that is not the model's.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class StrategyPlanner:
         return whole
 
     def _matrices(self, layers: Sequence[int], has_output: bool) -> str:
-        """A regular expression of the matrices of some layers, and of the output's."""
+        """Regular expression of the matrices of these layers, and of the output."""
         layout = self._planner.layout
         sources = {name: s for i in layers for name, s in layout.layers[i].items()}
         sources |= layout.output if has_output else {}
@@ -231,7 +231,7 @@ class StrategyPlanner:
 
 
 def _most(fits: Callable[[int], bool], n: int) -> int:
-    """Return the most that fits, 0 to `n`, where all that is less fits, too."""
+    """Return the largest number from 0 to `n` that fits; all smaller ones must fit too."""
     return bisect_left(range(1, n + 1), True, key=lambda i: not fits(i))
 
 
