@@ -151,7 +151,7 @@ class BertConfig:
         }
 
     def split_state(self, weight: Tensor, n_devices: int) -> SplitState:
-        """Return how a weight is split over the devices of a meta device (tensor parallelism).
+        """Return how a weight is split over a meta device (tensor parallelism).
 
         Each device has whole heads, and a slice of the feed-forward hidden state. A layer therefore needs
         two sums over the devices: after the last products of attention and of the feed-forward part.

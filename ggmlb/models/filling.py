@@ -156,7 +156,7 @@ def _cuts(extent: Extent, nbytes: int | None = None) -> Iterator[tuple[int, int]
 
 
 def values_of(rows: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any]:
-    """View rows of bytes as numbers; quantised blocks are dequantised to float32."""
+    """View rows of bytes as numbers; dequantise blocks to float32."""
     return dequantize(rows, dtype) if dtype.is_quantized else rows.view(dtype.numpy)
 
 

@@ -53,7 +53,7 @@ def assign_layers(
 
 
 def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, str]:
-    """Return text that lists the parts of the model on each device: `"layers 0-2,5, the output"`."""
+    """List the parts of the model on each device, in words: `"layers 0-2,5, the output"`."""
     found = {}
     for device in devices:
         parts = [part for part, home in homes.items() if home == device]

@@ -1,4 +1,4 @@
-"""Rates: a device's memory and transfer bandwidths and launch times, measured or declared."""
+"""Rates: bandwidths and launch times of a device, measured or declared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUDGET = 0.1
 
 
 class Rates(NamedTuple):
-    """Bandwidths and launch times of a device.
+    """Bandwidths and times of a device.
 
     Attributes:
         read: Weights read by matrix-vector products [bytes/s].
@@ -81,7 +81,7 @@ def measured_rates(device: Device, dtype: DType, shape: tuple[int, int]) -> Rate
 def rates_of(
     devices: Iterable[Device], weights: tuple[DType, tuple[int, int]], declared: Mapping[str, float]
 ) -> dict[Device, Rates]:
-    """Return the rates of devices, declared bandwidths in place of measured ones.
+    """Return the rates of devices, measured unless declared.
 
     Args:
         devices: The devices.

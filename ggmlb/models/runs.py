@@ -26,7 +26,7 @@ Built = TypeVar("Built", bound=HasGraph)
 
 
 class Runs(Generic[Key, Built]):
-    """Cache of allocated graphs by their sizes, which share their compute buffers.
+    """Cache of allocated graphs by size, with shared compute buffers.
 
     Computing one overwrites the results of the others: set all inputs after `get`, and read results before
     the next `get`.
@@ -67,7 +67,7 @@ class Runs(Generic[Key, Built]):
             self.scheduler.reserve(built.graph)
 
     def get(self, key: Key, build: Callable[[], Built]) -> Built:
-        """Return the graph of this key, cached or built, allocated and ready for its inputs.
+        """Return the graph of this key, cached or new, ready for its inputs.
 
         Raises:
             AllocationError: A device lacks room.

@@ -94,7 +94,7 @@ class TensorFile(Mapping[str, Entry]):
         return found
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
-        """Return the extent of a required weight in the mapped file; raises as `entry`."""
+        """Return the extent of a required weight; raises as `entry`."""
         found = self.entry(name, shape)
         return Extent(self.dtype(name), shape, self._file, self.data, found.offset, found.nbytes)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """The tensor of a file, or several stacked ones, that a weight is read from.
+    """The file's tensor, or stacked tensors, of a weight.
 
     Attributes:
         names: Tensors of the file; several are stacked along the rows.

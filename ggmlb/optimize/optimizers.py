@@ -45,7 +45,7 @@ class AdamW:
                 raise ArgumentError(f"AdamW: {name} is {beta}; give a number from 0 to below 1")
 
     def numbers(self, iteration: int) -> list[float]:
-        """Return the hyperparameters that `opt_step_adamw` takes at a step, counted from 1.
+        """Return the arguments of `opt_step_adamw` at a step, counted from 1.
 
         Raises:
             ArgumentError: The step is below 1.
@@ -89,7 +89,7 @@ class SGD:
         _check(self, alpha=self.alpha, wd=self.wd)
 
     def numbers(self, iteration: int) -> list[float]:
-        """Return the hyperparameters that `opt_step_sgd` takes."""
+        """Return the arguments of `opt_step_sgd`."""
         return [self.alpha, self.wd]
 
     def step(

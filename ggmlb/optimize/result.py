@@ -41,7 +41,7 @@ class Result:
     def add(
         self, loss: float, n_data: int, pred: npt.NDArray[np.int32] | None = None, n_correct: int = 0
     ) -> None:
-        """Add a batch's loss, and if it has labels its predictions `pred` and correct ones `n_correct`."""
+        """Add a batch's loss, and its predictions if it has labels."""
         self.losses.append(loss)
         self.n_data += n_data
         if pred is not None:

@@ -74,7 +74,7 @@ class RawValue(NamedTuple):
     data: memoryview
 
     def encoded(self) -> bytes:
-        """Return the bytes of its type and value, as in a GGUF file."""
+        """Return its type and value as bytes of a GGUF file."""
         if self.length is None:
             return pack("<I", self.kind) + self.data
         return pack("<IIQ", GgufType.ARRAY, self.kind, self.length) + self.data
@@ -88,12 +88,12 @@ class RawValue(NamedTuple):
 
 
 def quoted(name: str) -> str:
-    """Return a key or name quoted for a message: control characters escaped, long names cut."""
+    """Return a key or name for a message: quoted, escaped, long ones cut."""
     return repr(name) if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]!r}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Suggest a similar known name as `did_you_mean`, with a limited number of comparisons."""
+    """Suggest a similar name, as `did_you_mean` but in bounded time."""
     fit = (k for k in known if len(k) <= MAX_SHOWN and k.isprintable())
     return did_you_mean(name[:MAX_SHOWN], islice(fit, MAX_COMPARED))
 
@@ -238,7 +238,7 @@ class Metadata(Mapping[str, Value]):
         return found
 
     def error(self, key: str, found: str) -> ModelError:
-        """Return a ModelError about a value; `found` says what is wrong."""
+        """Return a ModelError about a value; `found`: the fault."""
         return ModelError(f"{self._file.path}: metadata key {quoted(key)}: {found}")
 
     # -- decoding ------------------------------------------------------------------------------

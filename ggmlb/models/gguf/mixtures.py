@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Rules for the quantisation types of a model's matrices, such as Q4_K_M.
+    """Quantisation types of a model's matrices, as Q4_K_M.
 
     Attributes:
         dtype: Type of matrices without a rule.

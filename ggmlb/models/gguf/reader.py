@@ -210,7 +210,7 @@ class GgufFile(Mapping[str, GgufTensor]):
         return blocks.view(tensor.dtype.numpy)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
-        """Return the extent of a required weight in its mapped file.
+        """Return the extent of a required weight.
 
         Args:
             name: The tensor.

@@ -60,7 +60,7 @@ def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[MetadataRow]:
 
 
 def facts(file: GgufFile) -> dict[str, str]:
-    """Return format, number of parts, size and types of the file as text."""
+    """Return format, parts, size and types of the file, in words."""
     n_elements = sum(tensor.n_elements for tensor in file.values())
     sizes: Counter[str] = Counter()
     counts = Counter(tensor.dtype.name for tensor in file.values())

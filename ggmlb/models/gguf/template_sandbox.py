@@ -104,7 +104,7 @@ def rendered(source: str, variables: dict[str, Any]) -> str:
 
 
 def answer(source: str, variables: dict[str, Any] | None) -> dict[str, Any]:
-    """Render a template, or without variables only compile it; return the text or the failure."""
+    """Render a template (without variables: only compile it); return the text or the failure."""
     try:
         compiled(source)
     except Exception as error:

@@ -433,7 +433,7 @@ class Detokenizer:
         return self._decoder.decode(self._vocabulary._shown_bytes(token, self._special))
 
     def flush(self) -> str:
-        """Return U+FFFD if the last character is incomplete, else an empty text."""
+        """Return U+FFFD if the last character is incomplete, else no text."""
         return self._decoder.decode(b"", final=True)
 
 

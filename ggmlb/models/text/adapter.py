@@ -113,7 +113,7 @@ class Adapter(Closeable):
         self._scale = float(value)
 
     def multiplier(self, rank: int) -> float:
-        """Return the factor of `b @ a` for factors of this rank: `scale * alpha / rank`.
+        """Return the factor of `b @ a`, `scale * alpha / rank`.
 
         Raises:
             ArgumentError: The rank is not positive.
@@ -174,7 +174,7 @@ class NewFactors:
         return f"new, rank {self.rank}"
 
     def place(self, architecture: str, weights: Homes) -> Placed:
-        """Allocate new factors, each on the device of its weight.
+        """Allocate new factors, each on its weight's device.
 
         Raises:
             ArgumentError: No weight matches, or the rank is too large.
@@ -271,7 +271,7 @@ class AdapterFile:
         return self.path.name
 
     def place(self, architecture: str, weights: Homes) -> Placed:
-        """Load the file's factors, each onto the device of its weight.
+        """Load the file's factors, each onto its weight's device.
 
         Raises:
             ModelError: The factors do not fit the model.

@@ -84,7 +84,7 @@ def _log_probs(logits: Array) -> npt.NDArray[np.float64]:
 
 
 class NodeDifference(NamedTuple):
-    """The difference of a node's values in two models.
+    """The difference between the values of a node in two models.
 
     Attributes:
         name: Name of the node, as in a trace.

@@ -135,7 +135,7 @@ class Keys:
         return (*(found[:n_layer] != 0).tolist(), *(False,) * (n_layer - found.size))
 
     def error(self, key: str, found: str) -> ModelError:
-        """Return the error about a value."""
+        """Return a ModelError about a value; `found`: the fault."""
         return self._meta.error(self._name(key), found)
 
     def check_unread(self, neutral: Mapping[str, tuple[int, ...]]) -> None:

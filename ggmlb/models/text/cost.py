@@ -53,7 +53,7 @@ class TokenCosts:
         self._rates = rates
 
     def of(self, scheduler: Scheduler) -> list[Cost]:
-        """Return the cost of the scheduler's last graph on each of its streams."""
+        """Return the cost of the scheduler's last graph on each stream."""
         found = [Cost()] * scheduler.n_backends
         for split in scheduler.splits:
             streams = split.backend.streams

@@ -202,7 +202,7 @@ class BaseDecoder(ABC, Generic[Cache]):
             traced[name].append(values[node.tensor].reshape(-1, *node.row)[:n])
 
     def lens(self, states: Floats) -> Floats:
-        """Return the logits of hidden states, as if the last layer had computed them.
+        """Return the logits of hidden states, as if after the last layer.
 
         Args:
             states: Shape `(n, n_embd)`.

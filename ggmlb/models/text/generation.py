@@ -121,7 +121,7 @@ class Request:
         return bool(self.result.stopped_by)
 
     def next_tokens(self, n_most: int) -> list[Token]:
-        """Return at most `n_most` tokens to compute; only the sequence's last one wants logits."""
+        """Return the next tokens to compute; only the sequence's last one wants logits."""
         if not self._times[0]:
             self._times[0] = perf_counter()
         end = min(len(self.tokens), self.n_done + n_most)
@@ -336,7 +336,7 @@ class Engine:
                 self.memory.remove(request.sequence)
 
     def parts(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Part]) -> Iterator[Part]:
-        """Compute a prompt in parts of at most `N_OUT` tokens; yield the result of `compute` for each.
+        """Compute a prompt, `N_OUT` tokens at a time; yield the result of `compute` for each part.
 
         Raises:
             ArgumentError: The prompt does not fit.

@@ -81,7 +81,7 @@ class SequenceCache(ABC):
         """Return a sequence's positions and its part of each cached tensor, by name."""
 
     def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Raise an error if `load` cannot restore a state.
+        """Raise an error if `load` cannot use a state.
 
         Raises:
             ModelError: It is of another model, or of another type of KV cache.

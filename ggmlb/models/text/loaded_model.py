@@ -104,7 +104,7 @@ class LoadedModel:
 
     @property
     def table(self) -> MemoryTable:
-        """The memory of each device by use: weights, adapters, KV cache, compute, expert cache."""
+        """The memory of each device, by kind (weights, KV cache, compute)."""
         adapters = [space for adapter in self.changes.adapters for space in adapter.spaces]
         buffers = {"kv": self.memory.buffers, "compute": self.decoder.buffers}
         if self.experts is not None:

@@ -1,4 +1,4 @@
-"""Placement: the devices of a language model's weights and KV cache, as requested and as resolved."""
+"""Placement: devices of a language model's weights and KV cache, as requested and as resolved."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Planner:
         return _planner_over(resources, self.layout, names, self.params, requested, order)
 
     def lacks(self, table: MemoryTable, is_strict: bool = True) -> dict[str, int]:
-        """Return the bytes by which a placement exceeds the memory of devices.
+        """Return the bytes that a placement lacks on each device.
 
         Args:
             table: The memory of a placement.

@@ -119,7 +119,7 @@ class Session:
             self._is_busy = False
 
     def save_state(self, path: str | PathLike[str]) -> None:
-        """Save tokens and KV cache to a file for `load_state`; an error leaves an existing file unchanged.
+        """Save tokens and KV cache to a file for `load_state`; on an error, an existing file stays.
 
         Raises:
             ModelError: The file cannot be written.
@@ -167,7 +167,7 @@ class Session:
                 self.tokens = tokens.tolist()
 
     def close(self) -> None:
-        """Remove the session's tokens from the KV cache."""
+        """Remove its tokens from the KV cache."""
         with self._alone("close"):
             self._cut(0)
             self.tokens = []

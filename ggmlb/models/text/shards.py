@@ -1,4 +1,4 @@
-"""Shards: how a language model is split over the devices of a meta device (tensor parallelism)."""
+"""Shards: how a language model is split over a meta device (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIRRORED = SplitState(SplitAxis.MIRRORED)
 
 
 class Shards:
-    """How a model's weights and KV cache are split over the devices of a meta device.
+    """How weights and KV cache are split over a meta device.
 
     Each device has whole heads, with their part of the KV cache, and a slice of the feed-forward part and of
     the vocabulary. A layer therefore needs two sums over the devices: after the last products of attention

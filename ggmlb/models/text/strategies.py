@@ -38,7 +38,7 @@ NO_CHOICE = "the layers of each device are given, or there is only one device me
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """A parallel strategy with its planned placement, cost and missing memory.
+    """A planned strategy: placement, cost and missing memory.
 
     Attributes:
         name: A key of `STRATEGIES`.
@@ -87,7 +87,7 @@ class StrategyPlanner:
 
     @property
     def has_choice(self) -> bool:
-        """Whether several strategies are possible: several memories, no requested layers."""
+        """Whether there is a choice: several memories, and no requested layers."""
         return len(self._planner.free) > 1 and self._planner.is_open
 
     def planned(self) -> list[ParallelStrategy]:
