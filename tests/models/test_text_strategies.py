@@ -104,7 +104,10 @@ def test_strategies_that_are_not_possible_say_why(
     )
     assert [*planned(models(), ["CPU"])] == ["layer", BEST]
     assert [*planned(models(), [CARD, "CPU"], layers=1)] == ["layer", BEST]
-    for name, says in (("row", "the layers of each device are given, or there is one"), ("rows", "'row'")):
+    for name, says in (
+        ("row", "the layers of each device are given, or there is only one"),
+        ("rows", "'row'"),
+    ):
         with pytest.raises(ArgumentError, match=says):
             TextModel(models(), placement=Placement(["CPU"], name))
 

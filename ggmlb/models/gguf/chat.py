@@ -93,7 +93,7 @@ class ChatTemplate:
                     "{'type': 'text', 'text': ...}"
                 )
             parts = [dict(part) for part in content]
-            # A single part is passed as text: some templates support lists of parts for users only.
+            # A single part is passed as text: some templates support parts of users only.
             as_parts = self._takes_parts and not (len(parts) == 1 and self._takes_text)
             found["content"] = parts if as_parts else "\n".join(part["text"] for part in parts)
         elif "content" in found and not self._takes_text:
@@ -203,7 +203,7 @@ class _Sandbox:
                     return found
                 said = process.stderr.read()
                 status = process.wait()
-            except BaseException:  # such as Ctrl-C: the next request would read this answer
+            except BaseException:  # as Ctrl-C: the next request would read this answer
                 self.close()
                 raise
             self.close()

@@ -310,7 +310,7 @@ class _Part:
             is_swapped = int.from_bytes(self.version.to_bytes(4, "little"), "big") in VERSIONS
             cure = "it is big-endian" if is_swapped else "versions 2 and 3 are read"
             raise ModelError(f"{file.path} is GGUF of version {self.version}: {cure}; convert it again")
-        # Least sizes [bytes] of a value (length of its key, type, one byte: 13) and of a tensor's entry (24).
+        # Least bytes: 13 of a value (length of its key, type, one byte), 24 of a tensor.
         self._check_count("n_kv", n_values, 13, MAX_VALUES)
         self._check_count("n_tensors", n_tensors, 24, MAX_TENSORS)
         self._n_strings = 0
@@ -398,7 +398,7 @@ class _Part:
         self._n_strings += count
         start = at = self._at
         data, size, read = self._data, self._size - 8, _U64
-        for _ in range(count):  # a tight loop: vocabularies have hundreds of thousands of strings
+        for _ in range(count):  # minimal: vocabularies have hundreds of thousands
             if at > size:
                 break
             at += 8 + read(data, at)[0]

@@ -17,7 +17,7 @@ MAX_REPLACEMENT: Final = 256
 """Longest text that a character is replaced by [bytes]; the longest known has 33."""
 
 MAX_REPLACED: Final = 128
-"""Longest text that is replaced [bytes]; a longer walk through the trie means damage or a loop."""
+"""Longest text that is replaced [bytes]; a longer match means damage."""
 
 
 class Unigrams:

@@ -162,7 +162,7 @@ def _payload(kind: GgufType, value: Any, what: str) -> bytes:
         return pack("<Q", len(raw)) + raw
     try:
         return pack(_FORMATS[kind], value)
-    except OverflowError:  # only for floats; integers were checked against the range of their type
+    except OverflowError:  # floats only: integers are in range
         raise ArgumentError(
             f"save_gguf: {what}: {value} is too large for float32; give numpy.float64"
         ) from None
@@ -178,7 +178,7 @@ def _kind_of(value: object, what: str) -> GgufType:
     if isinstance(value, float):
         return GgufType.FLOAT32
     if isinstance(value, int):
-        order = (1, 0, 3, 2)  # a single integer is unsigned if it is not negative
+        order = (1, 0, 3, 2)  # unsigned first
         for kind, least, end in (_INTEGERS[i] for i in order):
             if least <= value < end:
                 return kind

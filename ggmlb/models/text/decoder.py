@@ -307,7 +307,7 @@ class Decoder(BaseDecoder[KvCache]):
                     rows = graph.flat_view(getattr(graph, output)).reshape(-1, found[0].shape[1])
                     found.append(rows[: len(chosen)].copy())
                 start = end
-        except BaseException:  # the failed batch may have written keys and values of some layers only
+        except BaseException:  # keys and values may be those of some layers only
             memory.release(cells)
             raise
         return found[1] if len(found) == 2 else np.concatenate(found)

@@ -108,7 +108,7 @@ class TextModel(ModelOnDevices):
     Raises:
         ModelError: The file is missing, corrupt, or of an unknown architecture.
         RegistryError: No device has one of the names.
-        ArgumentError: `devices` and `placement` both name devices, a device is named twice, the model
+        ArgumentError: `placement` names devices too, a device is named twice, the model
             lacks a layer, or an override or strategy is not possible.
         DTypeError: `kv_type` is no type.
         AllocationError: A device lacks room.

@@ -33,7 +33,7 @@ STRATEGIES: Mapping[str, str] = {
 BEST = "best"
 """The strategy with the least predicted time of a token among those that fit."""
 
-NO_CHOICE = "the layers of each device are given, or there is only one device memory"
+NO_CHOICE = "the layers of each device are given, or there is only one memory"
 
 
 @dataclass(frozen=True)
