@@ -18,8 +18,8 @@ LogitsProcessor = Callable[[Sequence[int], Floats], Floats]
 """`processor(tokens, logits)`: the logits to sample from, given the tokens so far, prompt included."""
 alias("LogitsProcessor", "Callable")
 
-LIKELY = 24.0
-"""Logits this far below the best are skipped at first: less than 4e-11 of its probability."""
+BLOCK = 64
+"""Logits whose maximum is compared first in the search for the most likely tokens."""
 
 
 @named("Options(...)")
@@ -133,12 +133,12 @@ class Sampler:
             logits[recent] = np.where(found > 0, found / s.repeat_penalty, found * s.repeat_penalty)
         if s.temperature == 0 or s.top_k == 1:
             return int(logits.argmax())
-        ids, kept = _likeliest(logits, s.top_k)
+        ids, kept, total = self._candidates(logits)
         kept = kept - kept[0]
         odds = np.exp(kept.astype(np.float64))
         if s.top_p < 1:
             before = np.cumsum(odds) - odds
-            n = max(1, int(np.count_nonzero(before < s.top_p * odds.sum())))
+            n = max(1, int(np.count_nonzero(before < s.top_p * (total or odds.sum()))))
             ids, kept, odds = ids[:n], kept[:n], odds[:n]
         if s.min_p > 0:
             n = max(1, int(np.count_nonzero(odds >= s.min_p)))
@@ -146,6 +146,27 @@ class Sampler:
         sums = np.cumsum(np.exp(kept.astype(np.float64) / s.temperature))
         drawn = int(np.searchsorted(sums, self._random.random() * sums[-1], "right"))
         return int(ids[min(drawn, ids.size - 1)])
+
+    def _candidates(self, logits: Floats) -> tuple[npt.NDArray[np.int64], Floats, float]:
+        """Return the tokens that top-p and min-p may keep, best first, their logits, and the sum of all odds.
+
+        The sum is 0 where top-k limits it to the tokens returned. Sorting a whole vocabulary takes a hundred
+        times as long as finding these.
+        """
+        s = self._options
+        if s.top_k:
+            return *_likeliest(logits, s.top_k), 0.0
+        if s.top_p == 1 and s.min_p == 0:
+            return *_sorted(logits, logits.min()), 0.0
+        best = logits.max()
+        total = float(np.exp(logits - best).sum(dtype=np.float64)) if s.top_p < 1 else 0.0
+        if s.min_p > 0:  # with a margin for rounding: the exact limit is applied to the odds
+            return *_sorted(logits, best + np.float32(np.log(s.min_p) - 1e-3)), total
+        k, found = 8 * BLOCK, _likeliest(logits, 8 * BLOCK)
+        while k < logits.size and np.exp(found[1] - best).sum(dtype=np.float64) < s.top_p * total + 1e-3:
+            k *= 8
+            found = _likeliest(logits, k)
+        return *found, total
 
 
 def _processed(processor: LogitsProcessor, logits: Floats, tokens: Sequence[int]) -> Floats:
@@ -161,16 +182,22 @@ def _processed(processor: LogitsProcessor, logits: Floats, tokens: Sequence[int]
 
 
 def _likeliest(logits: Floats, k: int) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Return the `k` likeliest tokens (0: all), best first, equal ones by number, and their logits."""
-    ids = np.flatnonzero(logits >= logits.max() - LIKELY) if k else np.arange(logits.size)
-    if k and ids.size < k:
-        ids = np.arange(logits.size)
+    """Return the `k` most likely tokens (fewer if the vocabulary is smaller) as `_sorted`.
+
+    At least `k` logits reach the k-th largest of the maxima of blocks, so the largest `k` are among these.
+    """
+    n_blocks = logits.size // BLOCK
+    maxima = logits[: n_blocks * BLOCK].reshape(n_blocks, BLOCK).max(axis=1) if n_blocks >= k else logits
+    least = np.partition(maxima, maxima.size - k)[maxima.size - k] if k < maxima.size else logits.min()
+    ids, found = _sorted(logits, least)
+    return ids[:k], found[:k]
+
+
+def _sorted(logits: Floats, least: np.float32) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Return the tokens with logits of at least `least`, best first, equal ones by number, and the logits."""
+    ids = np.flatnonzero(logits >= least)
     found = logits[ids]
-    if k and ids.size > 4 * k:
-        least = np.partition(found, ids.size - k)[ids.size - k]
-        ids = ids[found >= least]
-        found = logits[ids]
-    order = np.argsort(-found, kind="stable")[: k or None]
+    order = np.argsort(-found, kind="stable")
     return ids[order], found[order]
 
 
