@@ -52,7 +52,7 @@ class GraphCopy(Freeable):
         return self._clones[tensor]
 
     def free(self) -> None:
-        """Free the memory (ggml_backend_graph_copy_free).
+        """Free the copied graph's memory (ggml_backend_graph_copy_free).
 
         Raises:
             FreedError: It was freed before.
@@ -75,7 +75,7 @@ def _clones(graph: Graph) -> dict[Tensor, Tensor]:
 
 @checked
 def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:
-    """Copy an allocated graph with its data to a backend, without reuse of memory among tensors.
+    """Clone an allocated graph, with its data, in memory of `backend`; no two tensors share bytes.
 
     Raises:
         AllocationError: The backend's device lacks room.
@@ -94,7 +94,7 @@ def compare_graph_backend(
     callback: Callable[[int, Tensor, Tensor], bool],
     test_nodes: Collection[Tensor] | None = None,
 ) -> bool:
-    """Compute a graph on two backends, and call back with both results of each node.
+    """Compute a graph on two backends; call back with each node (or each of `test_nodes`) and its copy.
 
     Args:
         backend1: The backend of the graph's memory.
@@ -162,7 +162,7 @@ class Difference:
 
 @checked
 def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Difference]:
-    """Return the difference of each computed node, in order, with the first backend as reference.
+    """Return the error of each computed node on `backend2`, in order, against its value on `backend1`.
 
     Each backend continues with its own values, so that a difference also shows in later nodes.
 
@@ -209,7 +209,7 @@ AnyDifference = TypeVar("AnyDifference", bound=_Measured)
 
 
 def first_above(found: Iterable[AnyDifference], limit: float) -> AnyDifference | None:
-    """Return the first difference whose NMSE is NaN or above a limit; `None` if there is none."""
+    """Return the first of the differences `found` whose NMSE is NaN or above `limit`, or `None`."""
     return next((d for d in found if not d.nmse <= limit), None)
 
 

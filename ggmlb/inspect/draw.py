@@ -36,7 +36,7 @@ MAX_ROWS: Final = 30
 
 
 def colours(backends: Sequence[Backend]) -> dict[Backend, tuple[str, str]]:
-    """Return the fill and line colours of each backend; backends of one device share them."""
+    """Return the fill and line colours of each backend; backends of the same device get the same colours."""
     devices = list(dict.fromkeys(b.device for b in backends))
     paints = dict(zip(devices, cycle(zip(FILLS, LINES, strict=True)), strict=False))
     return {b: paints[b.device] for b in backends}
@@ -101,7 +101,7 @@ class _Place:
 
 
 def draw(backends: Sequence[Backend], splits: Sequence[Split], causes: dict[Tensor, str]) -> Picture:
-    """Return the drawing of a split graph, from top to bottom.
+    """Return the drawing of a split graph, from top to bottom; a tooltip gives each node's placement cause.
 
     Args:
         backends: In the order of the lanes; those that run nothing get none.

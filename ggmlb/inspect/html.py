@@ -44,7 +44,7 @@ class Raw(str):
 
 
 def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
-    """Return HTML of a title, a table of facts, and `bodies`, which are HTML."""
+    """Return HTML: a title, a table of `facts`, then the `bodies`, which are HTML already."""
     rows = "".join(
         f'<tr><td style="{_CELL};{_PALE}">{escape(name)}</td><td style="{_CELL}">{_text(value)}</td></tr>'
         for name, value in facts.items()
@@ -68,7 +68,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], n_rows: int 
 
 
 def memory_table(report: MemoryReport) -> str:
-    """Return a table of memory, planned and allocated [bytes]."""
+    """Return an HTML table of a scheduler's memory: planned (forecast) and allocated bytes."""
     rows = [(a.device, a.memory, a.kind, f"{a.nbytes:,}", f"{b.nbytes:,}") for a, b in report.rows()]
     rows.append(("all", "", "", f"{report.forecast.total():,}", f"{report.allocated.total():,}"))
     return table(("device", "memory", "contents", "forecast", "allocated"), rows)

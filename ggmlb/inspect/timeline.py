@@ -71,13 +71,13 @@ def timeline(events: Sequence[Event]) -> Picture:
 
 
 def tick_step(duration: float) -> float:
-    """Return the distance of ticks on the time axis: 1, 2 or 5 times a power of ten, 3 to 7 intervals."""
+    """Return the time axis's tick distance: 1, 2 or 5 times a power of ten, for 3 to 7 intervals."""
     power = 10.0 ** floor(log10(max(duration, 1e-3) / 3))
     return max(n * power for n in (1, 2, 5) if n * power <= duration / 3 or n == 1)
 
 
 def readable_time(us: float) -> str:
-    """Format a time in microseconds with a unit, as `"1.25 ms"`."""
+    """Format a time in microseconds with a suitable unit, such as `"1.25 ms"`."""
     for size, unit in ((1e6, "s"), (1e3, "ms")):
         if us >= size:
             return f"{us / size:.3g} {unit}"

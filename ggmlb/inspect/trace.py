@@ -64,7 +64,7 @@ class Trace(Observer):
     # -- observing -----------------------------------------------------------------------------
 
     def begin(self, action: Action) -> None:
-        """Record the start of a call, and the number of commands queued on its stream before."""
+        """Record a call's start; the count of its stream's commands then tells which ones the call adds."""
         commands = None if action.stream is None else action.stream.commands
         self._open[action] = (0 if commands is None else len(commands), perf_counter_ns())
 

@@ -30,7 +30,7 @@ class _Views:
 
 
 def register() -> None:
-    """Set `_repr_html_` of the classes in `SHOWN`, and `Scheduler.views`."""
+    """Set `_repr_html_` of ggmlb's displayed classes (`SHOWN`), and `Scheduler.views`."""
     for shown in SHOWN:
         type.__setattr__(shown, "_repr_html_", _html)
     Scheduler.views = cast("Views", _Views())

@@ -15,7 +15,7 @@ Clock = dict[int, int]
 
 @dataclass(slots=True, eq=False)
 class Stamp:
-    """One access to memory: its stream, time and description.
+    """One recorded access to memory: by which stream, when (its action count), and by which method.
 
     Attributes:
         stream: The stream's number; 0 is the host.
@@ -50,11 +50,11 @@ class Ranges:
         self._cells = [Cell()]
 
     def cells(self, start: int, stop: int) -> list[Cell]:
-        """Return the cells that contain any of the bytes, in order."""
+        """Return the cells that overlap the bytes from `start` to `stop`, in order of address."""
         return self._cells[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, stop)]
 
     def settled(self, start: int, stop: int, known: Clock) -> Iterator[tuple[int, int]]:
-        """Yield the byte runs from `start` to `stop` whose last write happened before the clock `known`."""
+        """Yield the byte runs in `start` to `stop` whose last write is done, by the vector clock `known`."""
         begin = None
         for i in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)):
             write = self._cells[i].write
@@ -67,12 +67,12 @@ class Ranges:
             yield begin, stop
 
     def read(self, start: int, stop: int, stamp: Stamp) -> None:
-        """Record a read of the bytes."""
+        """Record the access `stamp` as a read of the bytes from `start` to `stop`."""
         for cell in self._cells[self._cut(start) : self._cut(stop)]:
             cell.reads[stamp.stream] = stamp
 
     def write(self, start: int, stop: int, stamp: Stamp) -> None:
-        """Record a write of the bytes, which replaces earlier reads."""
+        """Record the access `stamp` as the bytes' last write, and forget their earlier reads."""
         first, last = self._cut(start), self._cut(stop)
         self._starts[first:last] = [start]
         self._cells[first:last] = [Cell(stamp)]

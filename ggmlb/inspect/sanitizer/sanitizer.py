@@ -53,7 +53,7 @@ class _Stream:
 
 @arguments.checked_methods
 class Sanitizer(Observer):
-    """Observer that raises a `SanitizerError` before an unordered access is queued.
+    """Observer of all backends that raises a `SanitizerError` before a racing access (no order) is queued.
 
     It trusts backends to keep the interfaces' guarantees, and checks their callers: schedulers,
     allocators, users. Threads count as one host, whose actions are ordered as observed.
@@ -75,11 +75,11 @@ class Sanitizer(Observer):
         self._fresh: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
     def start(self) -> None:
-        """Check all calls of all backends from now on."""
+        """Start observing: check every call of every backend from now on."""
         observe.start(self)
 
     def stop(self) -> None:
-        """Stop checking."""
+        """Stop observing the backends."""
         observe.stop(self)
 
     # -- the two halves of an action -----------------------------------------------------------
@@ -103,7 +103,7 @@ class Sanitizer(Observer):
                 self._check(access, stream, clock, action)
 
     def end(self, action: Action) -> None:
-        """Record the accesses of an action and the order it established.
+        """Record an action's accesses, and which earlier work is now known to be done before which.
 
         Raises:
             SanitizerError: Host memory that queued work reads was changed before the work was done.
@@ -246,7 +246,7 @@ class Sanitizer(Observer):
 @arguments.checked
 @contextmanager
 def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
-    """Context manager that checks all computations and transfers; arguments as `Sanitizer`.
+    """Context manager that checks all transfers and computations; `unwritten` adds reads of unset bytes.
 
     Raises:
         SanitizerError: From the call that would race, which is not executed.

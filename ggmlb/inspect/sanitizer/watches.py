@@ -32,7 +32,7 @@ _Key = tuple[int, Span, "Ne | None"]
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """Memory that must not change, with its checksum.
+    """Host memory that must not change until queued work has read it, with its checksum.
 
     Attributes:
         stamp: The last access that needs it, with the tensor read.
@@ -48,23 +48,23 @@ class Watch:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the memory has changed."""
+        """Whether the watched memory has changed since its checksum was taken."""
         return checksum(self.memory) != self.checksum
 
 
 class Watches:
-    """All watches, by their memory."""
+    """All current watches (checksums of host memory that queued work reads), by buffer or array."""
 
     def __init__(self) -> None:
         self._data: list[Watch] = []
         self._buffers: weakref.WeakKeyDictionary[Buffer, dict[_Key, Watch]] = weakref.WeakKeyDictionary()
 
     def data(self, memory: npt.NDArray[Any], stamp: Stamp) -> None:
-        """Watch an array that a queued transfer reads."""
+        """Watch the caller's array `memory`, which a queued transfer reads; `stamp` records this access."""
         self._data.append(Watch(stamp, memory, checksum(memory), is_data=True))
 
     def read(self, access: Access, stamp: Stamp, ranges: Ranges, known: Clock) -> Watch | None:
-        """Watch the memory that queued work reads, except bytes with a pending write.
+        """Watch the host memory that queued work reads, except bytes with writes not yet `known` done.
 
         Returns:
             A watch of the same stream on the same bytes whose memory has changed; it is removed.
@@ -91,14 +91,14 @@ class Watches:
         return None
 
     def wrote(self, access: Access) -> None:
-        """Remove the watches of memory written by an observed call."""
+        """Remove the watches that overlap bytes which an observed call writes: that change is intended."""
         mine = self._buffers.get(access.buffer)
         if mine:
             for key in [k for k in mine if k[1][0] < access.stop and access.start < k[1][1]]:
                 del mine[key]
 
     def done(self, known: Clock) -> Iterator[Watch]:
-        """Remove and yield the watches of work known to be done."""
+        """Remove and yield the watches whose work is done according to the vector clock `known`."""
         ended = [w for w in self._data if _is_done(w, known)]
         if ended:
             self._data = [w for w in self._data if not _is_done(w, known)]
