@@ -43,11 +43,11 @@ class MetaBufferType(BufferType):
 
     @property
     def max_size(self) -> int:
-        """Smallest of the devices' limits [bytes]."""
+        """Smallest of the devices' largest buffers [bytes]."""
         return min(p.max_size for p in self.parts)
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Largest size of the whole tensor on any device [bytes]."""
+        """Bytes that the tensor would take as a whole: the largest of the devices' sizes."""
         return max(p.alloc_size(tensor) for p in self.parts)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
@@ -148,7 +148,7 @@ class MetaBuffer(PartedBuffer):
     # -- data: bytes of a view are bytes of its root -------------------------------------------------
 
     def scatter(self, tensor: Tensor, data: Bytes, offset: int) -> Iterator[tuple[Tensor, Bytes, int]]:
-        """Divide bytes of a tensor over the devices: yield each one's slice, bytes, and their offset in it.
+        """Divide bytes of a tensor over devices; yield each device's slice, its bytes, and the offset there.
 
         A partial write to a cut tensor is completed to a whole one: the rest is read first.
         """

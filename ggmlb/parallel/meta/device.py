@@ -55,18 +55,18 @@ class MetaDevice(Device):
 
     @property
     def description(self) -> str:
-        """The devices' descriptions."""
+        """The devices' descriptions in one text, such as `Meta(first,second)`."""
         return f"Meta({','.join(d.description for d in self.devices)})"
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Sums over all devices [bytes]."""
+        """Free and total memory, each summed over all devices [bytes]."""
         free, total = zip(*(d.memory for d in self.devices), strict=True)
         return sum(free), sum(total)
 
     @property
     def caps(self) -> Caps:
-        """Asynchronous if one of its devices is; no events, host buffers or callers' memory."""
+        """Capabilities: asynchronous if any of its devices is; no events, host buffers or callers' memory."""
         return Caps(async_=any(d.caps.async_ for d in self.devices))
 
     @property
@@ -88,17 +88,17 @@ class MetaDevice(Device):
         return MetaBackend(self, params)
 
     def declines(self, op: Tensor) -> str | None:
-        """Return the reason of the first device that declines the unsliced node; plans check slices."""
+        """Return a reason if any device declines the whole node, else `None`; plans check the slices."""
         return next((why for d in self.devices if (why := d.declines(op)) is not None), None)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """The memory of a meta device of the same devices."""
+        """Whether the memory is that of a meta device of the same devices, in the same order."""
         return isinstance(buft, MetaBufferType) and buft.device.devices == self.devices
 
     # -- how tensors are sharded -------------------------------------------------------------------
 
     def state(self, tensor: Tensor) -> SplitState:
-        """Return the split state of a tensor; never PARTIAL, because sums are computed before they are read.
+        """Return how a tensor is split; never PARTIAL (an unfinished sum), because sums precede reads.
 
         A view that cuts through the parts of a tensor is MIRRORED: its source is gathered for it.
         """
@@ -170,14 +170,14 @@ class MetaReg(BackendReg):
 
     @property
     def devices(self) -> Sequence[Device]:
-        """The device."""
+        """The one meta device of this registration, while it exists."""
         device = self._device()
         return () if device is None else (device,)
 
 
 @checked
 def meta_device(devices: Sequence[Device], get_split_state: GetSplitState) -> MetaDevice:
-    """Create a device of several devices that compute each node together (tensor parallelism).
+    """Create a device of several that compute each node together; `get_split_state` tells how to cut weights.
 
     Open a stream on it with `init_backend`, place weights with `alloc_ctx_tensors`, and give it to a
     `Scheduler` before a CPU backend, like any device.

@@ -40,7 +40,7 @@ def slice_of(dtype: DType, ne: Ne, state: SplitState, device: int) -> Slice:
 def slices_of_view(
     dtype: DType, root_ne: Ne, root: SplitState, ne: Ne, nb: Ne, offset: int
 ) -> SlicedView | None:
-    """Return the slices of a view of a cut contiguous tensor; `None` if it is not made of whole segments.
+    """Return each device's slice of a view of a cut tensor; `None` if it is not whole segments (cut units).
 
     Args:
         dtype: Type of both.

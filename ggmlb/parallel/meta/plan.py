@@ -27,7 +27,7 @@ Slices = tuple[Tensor, ...]
 
 
 class SubgraphStage(NamedTuple):
-    """Plans that the devices compute independently, and the exchange after them."""
+    """A stage of a meta plan: one independent plan for each device, and the exchange after them."""
 
     plans: tuple[GraphPlan | None, ...]
     then: Callable[[], None] | None
@@ -46,7 +46,7 @@ class MetaPlan(GraphPlan):
 
         @property
         def backend(self) -> MetaBackend:
-            """As `GraphPlan.backend`."""
+            """The meta device's stream that computes this plan."""
 
     def __init__(self, backend: MetaBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
@@ -61,26 +61,26 @@ class MetaPlan(GraphPlan):
 
     @property
     def n_reductions(self) -> int:
-        """Number of sums over the devices."""
+        """Number of all-reduce sums over the devices in this plan."""
         return len(self._reductions)
 
     @property
     def n_gathers(self) -> int:
-        """Number of tensors gathered on each device."""
+        """Number of cut tensors that the plan assembles whole on every device."""
         return len(self._gathers)
 
     def reduction(self, parts: Slices, has_part: Sequence[bool]) -> AllReduce:
-        """Create an all-reduce sum that the plan owns."""
+        """Create an all-reduce sum of `parts`, owned by the plan; `has_part` tells which devices have one."""
         self._reductions.append(self.backend.communicator.sum_of(parts, has_part))
         return self._reductions[-1]
 
     def gather(self, root: Tensor) -> Gather:
-        """Create a gather that the plan owns, with memory for the whole on each device."""
+        """Create a gather, owned by the plan, that assembles the cut tensor `root` whole on each device."""
         self._gathers.append(Gather(self.backend.backends, root))
         return self._gathers[-1]
 
     def release(self) -> None:
-        """Free the devices' plans, and the memory that belongs to this one."""
+        """Free each device's plans, and the memory of the gathers that this plan owns."""
         for stage in self.stages:
             for backend, own in zip(self.backend.backends, stage.plans, strict=True):
                 if own is not None:
@@ -92,7 +92,7 @@ class MetaPlan(GraphPlan):
 
 
 class Gather:
-    """Gathers a cut tensor on each device, through host memory."""
+    """Assembles a cut (sharded) tensor whole on each device, through host memory."""
 
     def __init__(self, backends: Sequence[Backend], root: Tensor) -> None:
         self._backends = backends
@@ -119,7 +119,7 @@ class Gather:
             tensor.set(data)
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the devices' memory of the whole tensor."""
         for buffer in self._buffers:
             if not buffer.is_freed:
                 buffer.free()

@@ -27,7 +27,7 @@ class MetaCommunicator:
         self._allreduce = reg.get_proc_address("comm_allreduce_tensor") if self._comm is not None else None
 
     def sum_of(self, parts: Sequence[Tensor], has_part: Sequence[bool]) -> AllReduce:
-        """Prepare a sum of contiguous tensors of one shape, one on each device, in place.
+        """Prepare an in-place sum of `parts`, one tensor on each device; some (`has_part`) only receive it.
 
         Args:
             parts: Each device's part, overwritten by the sum.
@@ -36,11 +36,11 @@ class MetaCommunicator:
         return AllReduce(self, parts, has_part)
 
     def allreduce(self, parts: Sequence[Tensor]) -> bool:
-        """Sum by the backend's own functions; `False` if it has none for these tensors."""
+        """Sum the devices' `parts` in place by the backend's own all-reduce; `False` if it cannot."""
         return self._allreduce is not None and bool(self._allreduce(self._comm, list(parts)))
 
     def receive_buffer(self, j: int, nbytes: int) -> Buffer:
-        """Return device `j`'s buffer for received parts, at least `nbytes` bytes.
+        """Return device `j`'s buffer for tensors that it receives in a sum, of at least `nbytes` bytes.
 
         Sums share it, because they run in order; it is freed with the last of them.
         """
@@ -57,7 +57,7 @@ class MetaCommunicator:
 
 
 class AllReduce:
-    """A prepared all-reduce sum, queued by each call.
+    """A prepared all-reduce sum over the devices; calling it queues the sum.
 
     Without the backend's functions it is a butterfly: in each of log2(n) steps, pairs of devices exchange
     their sums and add. Devices beyond a power of two add their parts before and receive the sum

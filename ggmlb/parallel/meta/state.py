@@ -18,7 +18,7 @@ MAX_DEVICES: Final = 16
 
 
 def outcome(node: Tensor, states: States) -> ShardOutcome:
-    """Return the split states of operands and result of a node that is not a view."""
+    """Return required and resulting split states of a node (no view) whose operands have `states`."""
     if any(s.is_cut for s in states):
         rule = SPECS[node.op].shard
         try:
@@ -31,7 +31,7 @@ def outcome(node: Tensor, states: States) -> ShardOutcome:
 
 
 def whole(states: States) -> ShardOutcome:
-    """Return the outcome of a node that each device computes as a whole: all MIRRORED."""
+    """Return the outcome of a node that each device computes whole: all operands and the result MIRRORED."""
     return ShardOutcome(MIRRORED, (MIRRORED,) * len(states))
 
 

@@ -24,7 +24,7 @@ ROUNDING: Final = 64
 def split_buffer_type(
     reg: BackendReg, main_device: int, tensor_split: Sequence[float] | None = None
 ) -> SplitBufferType:
-    """Return the buffer type that splits the rows of matrices over the devices of a registration.
+    """Return a buffer type that splits matrices' rows over a registration's devices by `tensor_split`.
 
     Args:
         reg: The registration; `get_proc_address` binds it.
@@ -93,7 +93,7 @@ class SplitBufferType(BufferType):
 
 @dataclass(slots=True)
 class Piece:
-    """Rows of a matrix on one device: a tensor there, and its byte range in the whole matrix."""
+    """Consecutive rows of a matrix on one device: a tensor there, and its byte range in the whole matrix."""
 
     rows: Tensor
     device: Device
@@ -137,7 +137,7 @@ class SplitBuffer(PartedBuffer):
         self.pieces[tensor.offset] = pieces
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows of a matrix, by devices."""
+        """Return the tensors that hold a matrix's rows, one for each device that has any."""
         return tuple(piece.rows for piece in self.pieces[root.offset])
 
     def _within(self, tensor: Tensor, offset: int, nbytes: int) -> Iterator[tuple[Piece, int, int, int]]:

@@ -53,11 +53,11 @@ class Helpers:
 
     @property
     def streams(self) -> tuple[Backend, ...]:
-        """The open streams."""
+        """The streams opened on the other (helper) devices so far."""
         return tuple(self._streams.values())
 
     def on(self, device: Device, main: Backend) -> Backend:
-        """Return `main` for its own device, else a helper stream."""
+        """Return the stream for `device` (`main` if on that device, else a helper, opened if new)."""
         if device is main.device:
             return main
         if device not in self._streams:
@@ -137,7 +137,7 @@ class RowSplitProduct:
         self._spread = None if is_run else main._plan_part(_spread(node, pieces, landed))
 
     def run(self) -> None:
-        """Queue the product on the main stream and the helpers."""
+        """Queue each device's part of the product, and the copies of columns to it and of its rows back."""
         main = self._main()
         assert main is not None
         abort, main.abort_callback = main.abort_callback, None  # called between products only
