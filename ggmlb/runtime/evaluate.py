@@ -60,7 +60,7 @@ def evaluate(
     grad_of: Tensor | None = None,
     wrt: Sequence[Tensor | str] = (),
 ) -> Any:
-    """Compute tensors and return their values: graph, scheduler, allocation and transfers in one call.
+    """Compute tensors `y`, with `grad_of` also gradients for `wrt`, in one call; return their values.
 
     For a graph that is computed again and again, use a `Scheduler`: it plans only once.
 

@@ -35,7 +35,7 @@ class TensorAllocator:
         self.used = 0
 
     def alloc(self, tensor: Tensor) -> None:
-        """Place a tensor after those placed before.
+        """Place a tensor in the buffer, directly after the tensors already placed there.
 
         Args:
             tensor: Neither a view nor placed before.
@@ -70,7 +70,7 @@ Home = TypeVar("Home")
 def alloc_ctx_tensors(
     ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
 ) -> Buffer:
-    """Place all tensors of a context in a new buffer.
+    """Place all tensors of a context in a new buffer of type `where`; `overrides` by name take precedence.
 
     Placed tensors are skipped, unless their buffer was freed; views follow their sources. On failure, no
     tensor is placed and nothing stays allocated.
@@ -145,7 +145,7 @@ def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
 def alloc_ctx_tensors_size(
     ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
 ) -> int:
-    """Return the bytes that `alloc_ctx_tensors` would allocate now, summed over buffer types.
+    """Return the bytes that `alloc_ctx_tensors` would allocate now with these arguments, over all types.
 
     Raises:
         ArgumentError: An override is not a regular expression.
@@ -173,7 +173,7 @@ def _by_memory(
 
 @checked
 def override_for(name: str, overrides: Mapping[str, Home] | None) -> Home | None:
-    """Return the value of the first regular expression found in a tensor's name, or `None`.
+    """Return the backend or buffer type of the first regex in `overrides` found in `name`, or `None`.
 
     Raises:
         ArgumentError: A pattern is not a regular expression.

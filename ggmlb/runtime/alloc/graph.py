@@ -71,7 +71,7 @@ class GraphAllocator(Freeable):
     # -- reserving -----------------------------------------------------------------------------
 
     def reserve(self, graph: Graph) -> None:
-        """Allocate the memory of a graph in the first buffer type, without placing its tensors.
+        """Allocate a graph's memory, all in the allocator's first buffer type, without placing its tensors.
 
         Raises:
             AllocationError: A device lacks room. All memory of the allocator was freed; it stays usable.
@@ -85,7 +85,7 @@ class GraphAllocator(Freeable):
     def reserve_n(
         self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
     ) -> None:
-        """Allocate the memory of a graph in several buffer types, without placing its tensors.
+        """Allocate a graph's memory, without placing its tensors; ids choose each tensor's buffer type.
 
         Args:
             graph: The largest expected graph of its topology.
@@ -107,7 +107,7 @@ class GraphAllocator(Freeable):
         node_buffer_ids: Sequence[int] | None = None,
         leaf_buffer_ids: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return the memory that a graph needs, for each of `bufts` [bytes], without allocating.
+        """Return the bytes a graph needs in each buffer type, allocating nothing; ids as in `reserve_n`.
 
         A repeated buffer type is counted at its first index.
 
@@ -120,7 +120,7 @@ class GraphAllocator(Freeable):
         return self.indexed_size(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def get_buffer_size(self, buffer_id: int = 0) -> int:
-        """Return the allocated memory of a buffer type [bytes].
+        """Return the bytes allocated in the buffer type with index `buffer_id`.
 
         A repeated buffer type is counted at its first index.
 
@@ -138,7 +138,7 @@ class GraphAllocator(Freeable):
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The allocated buffers."""
+        """The buffers that this allocator has allocated, of all buffer types."""
         return [buffer for chunks in self._memories.chunks for buffer in chunks]
 
     # -- placing -------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class GraphAllocator(Freeable):
     def alloc_graph_n(
         self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
     ) -> None:
-        """Place the tensors of a graph in several buffer types, allocating memory if needed.
+        """Place a graph's tensors in the buffer types that the ids choose, allocating memory if needed.
 
         Arguments as `reserve_n`, errors as `reserve_n` and `alloc_graph`.
         """
@@ -223,7 +223,7 @@ class GraphAllocator(Freeable):
         self.prepare(tensors[i] for i in planned if i in new or buffers[i] in own)
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Reset the allocator's buffers, and call `init_tensor` for placed tensors that need it."""
+        """Reset the allocator's buffers; call `init_tensor` for placed tensors whose buffer requires it."""
         for chunk in self._memories.in_use():
             chunk.reset()
         for tensor in tensors:
@@ -234,15 +234,15 @@ class GraphAllocator(Freeable):
     # -- by number, for the scheduler ----------------------------------------------------------
 
     def reserve_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> None:
-        """Allocate the memory of an indexed graph, as `reserve_n`."""
+        """Allocate an indexed graph's memory, without placing tensors; `ids` choose the buffer types."""
         self._adopt(self._plan(indexed, ids))
 
     def indexed_size(self, indexed: IndexedGraph, ids: BufferIds) -> list[int]:
-        """Return the memory of an indexed graph, for each of `bufts` [bytes], as `reserve_n_size`."""
+        """Return the bytes an indexed graph needs in each buffer type; `ids` choose its tensors' types."""
         return self._memories.by_buffer_id([sum(peaks) for peaks in self._plan(indexed, ids).peaks])
 
     def alloc_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> tuple[list[Buffer | None], list[int]]:
-        """Allocate the memory of an indexed graph, as `alloc_graph_n`; return buffers and offsets.
+        """Allocate an indexed graph's memory; return each tensor's buffer and offset, without placing it.
 
         No tensor is changed.
         """
@@ -327,7 +327,7 @@ class GraphAllocator(Freeable):
         return not self._memories.needs_init()
 
     def free(self) -> None:
-        """Free the memory (ggml_gallocr_free).
+        """Free all buffers of this allocator (ggml_gallocr_free).
 
         Raises:
             FreedError: It was freed before.
@@ -391,12 +391,12 @@ class Memories:
     # -- indices and sizes ---------------------------------------------------------------------
 
     def of_ids(self, ids: BufferIds) -> list[int]:
-        """Return the index of the memory of each buffer id."""
+        """Return, for each buffer id (index of a given buffer type), the index of the distinct type."""
         index = self._index
         return [index[i] for i in ids]
 
     def sizes(self, tensors: Sequence[Tensor], where: Sequence[int]) -> list[int]:
-        """Return the size of each tensor in its memory [bytes], a multiple of the alignment."""
+        """Return each tensor's padded bytes in the buffer type that `where` gives by index."""
         alignments = self._alignments
         if self._plain:
             return [(n := t.nbytes) + -n % alignments[m] for t, m in zip(tensors, where, strict=True)]
@@ -404,14 +404,14 @@ class Memories:
         return [padded(bufts[m].alloc_size(t), alignments[m]) for t, m in zip(tensors, where, strict=True)]
 
     def by_buffer_id(self, sizes: Sequence[int]) -> list[int]:
-        """Return sizes by buffer id for sizes by memory; a repeated buffer type counts once."""
+        """Return a size for each buffer id from `sizes` of distinct types; a repeated type counts once."""
         index = self._index
         return [sizes[memory] if index.index(memory) == i else 0 for i, memory in enumerate(index)]
 
     # -- buffers -------------------------------------------------------------------------------
 
     def grow(self, peaks: Sequence[Sequence[int]]) -> bool:
-        """Enlarge the chunks of each memory to `peaks`; return whether anything was allocated.
+        """Replace chunks (buffers) smaller than `peaks` by larger ones; return whether any was allocated.
 
         Chunks that are large enough stay.
 
@@ -439,7 +439,7 @@ class Memories:
         return bool(short)
 
     def free(self) -> None:
-        """Free all chunks."""
+        """Free the chunks (buffers) of all buffer types."""
         for chunks in self.chunks:
             for buffer in chunks:
                 if not buffer.is_freed:
@@ -447,9 +447,9 @@ class Memories:
             chunks.clear()
 
     def needs_init(self) -> bool:
-        """Whether a buffer needs `init_tensor` for tensors placed in it."""
+        """Whether any of the chunks (buffers) requires `init_tensor` for tensors placed in it."""
         return any([b.prepares_tensors for chunks in self.chunks for b in chunks])
 
     def in_use(self) -> set[Buffer]:
-        """The allocated buffers."""
+        """The set of all allocated chunks (buffers)."""
         return {buffer for chunks in self.chunks for buffer in chunks}

@@ -55,7 +55,7 @@ class DynamicAllocator:
         self.peaks: list[int] = []
 
     def alloc(self, size: int) -> int:
-        """Return the address of `size` bytes; `size` is at most the limit."""
+        """Allocate `size` bytes (at most a chunk's limit), and return their abstract address."""
         sizes = self._sizes
         if not size or not sizes:
             return self._grow(size)
@@ -125,7 +125,7 @@ class DynamicAllocator:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Addresses of the tensors of all graphs of one topology, up to certain sizes.
+    """Addresses for the tensors of any graph of one topology whose tensors are not larger than planned.
 
     Attributes:
         key: The topology.
@@ -148,7 +148,7 @@ class Plan:
     peaks: list[list[int]]
 
     def fits(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-        """Whether the plan has room for tensors of the same topology with these sizes."""
+        """Whether the plan has room for tensors of the same topology with these `sizes` in bytes."""
         return all([sizes[i] <= self.sizes[i] for i in self.addresses]) and all(
             [same_layout(tensors[node], tensors[operand]) for node, operand in self.inplace]
         )
@@ -162,7 +162,7 @@ def make_plan(
     limits: Sequence[int],
     stays: int = TensorFlag.OUTPUT,
 ) -> Plan:
-    """Plan a graph in one pass over its nodes.
+    """Choose an address for each tensor of a graph, within chunk `limits`, in one pass over its nodes.
 
     Tensors with data from outside (leafs, inputs, parameters) are placed first, without overlap. A node's
     place is allocated when it is computed, and freed after the last node that reads it or a view of it.

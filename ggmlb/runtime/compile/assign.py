@@ -55,7 +55,7 @@ class AssignRules:
         self._users: dict[BufferType, frozenset[int]] = {}
 
     def users(self, buft: BufferType) -> frozenset[int]:
-        """Return the backends that can use memory of that type (`supports_buft`, asked once)."""
+        """Return the indices of the backends that can use memory of this type (asked once, then cached)."""
         known = self._users.get(buft)
         if known is None:
             can = [b.device.supports_buft(buft) for b in self.backends]
@@ -63,7 +63,7 @@ class AssignRules:
         return known
 
     def kinds(self, graph: IndexedGraph) -> list[int]:
-        """Return the kind of each tensor, as a number: a device supports all nodes of a kind or none.
+        """Return a number for each tensor; a device supports either all nodes of one number, or none.
 
         Nodes of a kind agree in op, parameters, and in flags, layouts and memory of node and operands,
         so that `answers` holds across graphs. In graphs with custom functions, all kinds differ.
@@ -155,7 +155,7 @@ class Assignment:
 
 
 def assign(graph: IndexedGraph, rules: AssignRules, requests: Mapping[int, int]) -> Assignment:
-    """Choose the backend of every tensor of a graph.
+    """Choose the backend of every tensor of a graph, with regard to the user's `requests`.
 
     Args:
         graph: The graph.
@@ -177,7 +177,7 @@ def assign(graph: IndexedGraph, rules: AssignRules, requests: Mapping[int, int])
 
 
 def readable(graph: IndexedGraph, rules: AssignRules, ids: Sequence[int], i: int, b: int) -> bool:
-    """Whether backend `b` can use a tensor without a copy, at its present or planned place."""
+    """Whether backend `b` reads tensor `i` without a copy, where it is or (by backend `ids`) will be."""
     root = graph.roots[i]
     buffer = graph.buffers[root]
     if buffer is not None:
@@ -189,7 +189,7 @@ def readable(graph: IndexedGraph, rules: AssignRules, ids: Sequence[int], i: int
 
 
 def refusal(graph: IndexedGraph, rules: AssignRules, node: int, b: int) -> str | None:
-    """Return why backend `b` cannot run a node; `None` if it can."""
+    """Return why the backend with index `b` cannot run a node, given by number; `None` if it can."""
     for i, src in enumerate(graph.reads(node)) if graph.some_unreadable else ():
         root = graph.roots[src] if src >= 0 else -1
         buffer = graph.buffers[root] if root >= 0 else None
@@ -200,7 +200,7 @@ def refusal(graph: IndexedGraph, rules: AssignRules, node: int, b: int) -> str |
 
 
 def reasons(graph: IndexedGraph, rules: AssignRules, node: int) -> dict[str, str]:
-    """Return the reason of each backend that cannot run a node, by name."""
+    """Return the reason of each backend that cannot run a node, by the backend's name."""
     answers = ((backend.name, refusal(graph, rules, node, b)) for b, backend in enumerate(rules.backends))
     return {name: why for name, why in answers if why is not None}
 

@@ -19,7 +19,7 @@ from ggmlb.runtime.compile.split import Split
 
 
 def insert_copies(user: IndexedGraph, ids: list[int], splits: Sequence[Split]) -> IndexedGraph:
-    """Return the graph with copies, in execution order; also sort the nodes of each split.
+    """Return `user`'s graph plus the copies that splits read, in execution order; also sort split nodes.
 
     Args:
         user: The user's graph.
@@ -133,7 +133,7 @@ class _CopiedGraph(IndexedGraph):
 def with_tensors(
     graph: IndexedGraph, user: Sequence[Tensor], splits: Sequence[Split], c: int
 ) -> list[Tensor]:
-    """Return the tensors by number; nodes are cloned to read the user's tensors and copy `c` of inputs."""
+    """Return all tensors by number; nodes that read copies become clones that read the `c`-th copy."""
     tensors = [*user, *graph.tensors[len(user) :]]
     if len(tensors) > len(user):
         inputs = [item for split in splits for item in split.inputs if len(item.copies) > 1]
@@ -144,7 +144,7 @@ def with_tensors(
 
 
 def replace_readers(graph: IndexedGraph, tensors: list[Tensor], numbers: Iterable[int]) -> None:
-    """Clone the nodes whose operands were replaced, so that they read the replacements.
+    """Clone those of the nodes `numbers` whose operands were replaced in `tensors`, to read the new ones.
 
     Args:
         graph: The graph.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def compile_graph(
     graph: IndexedGraph, rules: AssignRules, requests: Mapping[int, int], n_copies: int
 ) -> Executable:
-    """Assign and split a graph, and insert the copies between its devices.
+    """Assign a graph to backends, split it, and insert copies (`n_copies` of each) between devices.
 
     Args:
         graph: The graph.
@@ -106,7 +106,7 @@ class Executable:
         return self.assignment.ids[number]
 
     def cause(self, node: Tensor) -> Cause:
-        """Return the cause of placement of a node of the bound graph."""
+        """Return why a node of the bound graph is on its backend."""
         cause = self.assignment.causes[self.graph.numbers[node]]
         assert cause is not None
         return cause
@@ -118,12 +118,12 @@ class Executable:
     # -- binding -------------------------------------------------------------------------------
 
     def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
-        """Return the tensors of a graph by number, if this executable can compute it; else `None`."""
+        """Return a graph's tensors by number if it equals this one, user's requests too; else `None`."""
         tensors = self.graph.match(graph)
         return tensors if tensors is not None and requests_of(tensors, user) == self.requests else None
 
     def bind(self, tensors: list[Tensor]) -> None:
-        """Bind the tensors of a graph, by number; they are not placed yet."""
+        """Bind this executable to the tensors of an equal graph, by number, without placing them."""
         self.is_placed = False
         if tensors != self.graph.tensors:
             self.graph.bind(tensors)
@@ -132,7 +132,7 @@ class Executable:
     # -- places --------------------------------------------------------------------------------
 
     def allocate(self, allocator: GraphAllocator) -> None:
-        """Choose buffer and offset of all tensors, unless still valid.
+        """Choose buffer and offset of all tensors from the allocator, unless the last choice still holds.
 
         Raises:
             AllocationError: A device lacks room.
@@ -151,7 +151,7 @@ class Executable:
         self._owned = list(compress(range(n), map(own.__contains__, buffers)))
 
     def place(self, allocator: GraphAllocator) -> None:
-        """Set buffer and offset of the bound tensors, their clones and the copies."""
+        """Set the chosen buffer and offset of the bound tensors, their clones and the copies."""
         buffers, offsets, pick = self.buffers, self.offsets, self._inner
         tensors, n = self.graph.tensors, len(self.graph.tensors)
         mine = pick(tensors)
@@ -170,7 +170,7 @@ class Executable:
         self.is_placed = True
 
     def release(self) -> None:
-        """Remove the placement of the bound tensors that were not moved."""
+        """Unplace the bound tensors in compute memory, except those that the user has moved since."""
         tensors, buffers, offsets = self.graph.tensors, self.buffers, self.offsets
         for i in self._owned:
             tensor = tensors[i]
@@ -179,7 +179,7 @@ class Executable:
         self.is_placed = False
 
     def check(self) -> None:
-        """Check that no bound tensor was moved, and apply changed op parameters.
+        """Check that no bound tensor was moved; discard plans if the user changed an op's parameters.
 
         Costs one comparison while no tensor is placed (`placement_clock`).
 
@@ -212,7 +212,7 @@ class Executable:
     # -- plans ---------------------------------------------------------------------------------
 
     def plan(self, index: int, c: int) -> GraphPlan:
-        """Return the plan of a split for the c-th copies, made on first use."""
+        """Return the plan of split `index` that reads the `c`-th copies of inputs, made on first use."""
         if observers and c in self._stale:
             self._show_bound(c)
         split = self.splits[index]
@@ -230,7 +230,7 @@ class Executable:
                 plan.nodes = tuple(graph.nodes)
 
     def graphs(self, c: int) -> list[Graph]:
-        """Return the graphs of the splits, which read the c-th copies."""
+        """Return one graph for each split, which reads the `c`-th copies of the split's inputs."""
         graphs = self._graphs[c]
         if graphs is None:
             tensors = self._computed if c == 0 else None
@@ -267,5 +267,5 @@ class Executable:
 
 
 def requests_of(tensors: Sequence[Tensor], user: Mapping[Tensor, int]) -> dict[int, int]:
-    """Return the requested backends of those tensors that have a request, by number."""
+    """Return the backend that the user requested, by the tensor's index in `tensors`, where there is one."""
     return {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}

@@ -128,7 +128,7 @@ class IndexedGraph:
     # -- equal graphs --------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Save the properties that `match` compares; the tensors may change later."""
+        """Save the properties that `match` compares with later graphs; the tensors may change afterwards."""
         tensors = self.tensors
         self.layouts = [t.layout for t in tensors]
         self.view_offs = [t.view_offs for t in tensors]
@@ -138,12 +138,12 @@ class IndexedGraph:
         self._there = placed, [t.offset for t in placed], {b: b._usage for b in self.foreign}
 
     def set_params(self, params: Sequence[dict[str, Any]]) -> None:
-        """Save copies of the ops' parameters, by number; the user may change the originals."""
+        """Save copies of all ops' parameters, by tensor number; the user may change the originals."""
         self.params = [p.copy() if p else _NO_PARAMS for p in params]
         self._zeros = zeros_of(self.params)
 
     def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
-        """Whether parameters equal the saved ones, signs of zeros included."""
+        """Whether parameters equal those saved by `set_params`; 0.0 and -0.0 differ."""
         same = are_equal(self.params, params)
         return same and all([copysign(1.0, params[i][name]) == sign for i, name, sign in self._zeros])
 
@@ -214,13 +214,13 @@ class IndexedGraph:
         return itemgetter(*self.sources, -1, -1), itemgetter(*self.bases, -1, -1)
 
     def bind(self, tensors: list[Tensor]) -> None:
-        """Take the tensors of an equal graph, by number."""
+        """Replace the tensors by those of an equal graph, listed by number."""
         self.tensors = tensors
         self.__dict__.pop("numbers", None)
 
     @cached_property
     def numbers(self) -> dict[Tensor | None, int]:
-        """Number of each tensor; -1 for `None` (absent)."""
+        """Maps each tensor to its number (index in `tensors`), and `None` (an absent source) to -1."""
         return {**dict(zip(self.tensors, count())), None: -1}
 
     # -- lists derived from edges and flags ----------------------------------------------------
@@ -241,7 +241,7 @@ class IndexedGraph:
 
     @cached_property
     def views(self) -> list[int]:
-        """Numbers of the views."""
+        """Indices (tensor numbers) of the views."""
         return [i for i, base in enumerate(self.bases) if base >= 0]
 
     @cached_property
@@ -259,7 +259,7 @@ class IndexedGraph:
 
     @cached_property
     def flagged(self) -> list[int]:
-        """Numbers of the tensors flagged as input, output or parameter."""
+        """Indices (tensor numbers) of the tensors flagged as input, output or parameter."""
         matter = {flags for flags in {*self.flags} if flags & PLACE_FLAGS}
         return [i for i, flags in enumerate(self.flags) if flags in matter]
 
@@ -270,13 +270,13 @@ class IndexedGraph:
 
     @cached_property
     def work(self) -> list[int]:
-        """Numbers of the nodes that compute something, in order."""
+        """Indices (tensor numbers) of the nodes that an op computes (no views), in execution order."""
         computes = self.computes
         return [i for i in self.nodes if computes[i]]
 
     @cached_property
     def writes(self) -> dict[int, list[int]]:
-        """For each in-place node, the numbers of the tensors whose memory it overwrites."""
+        """Maps each in-place node's number to the numbers of the tensors whose memory it overwrites."""
         bases, ops, roots = self.bases, self.ops, self.roots
         found = {i: [bases[i]] for i in self.work if bases[i] >= 0}
         for op in {*ops} & _ALSO_WRITING:
@@ -287,12 +287,12 @@ class IndexedGraph:
 
     @cached_property
     def written(self) -> set[int]:
-        """Numbers of the tensors whose memory in-place nodes overwrite."""
+        """Indices (tensor numbers) of the tensors whose memory in-place nodes overwrite."""
         return set(chain.from_iterable(self.writes.values()))
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int]]:
-        """Start and end of each node's operands in `sources`, by number; -1 for other tensors."""
+        """Begins and ends of each node's operands in `sources`, by tensor number; -1 for other tensors."""
         begins, ends = [-1] * len(self.tensors), [-1] * len(self.tensors)
         for node, n, end in zip(self.nodes, self.n_sources, accumulate(self.n_sources), strict=True):
             begins[node] = end - n
@@ -329,7 +329,7 @@ def is_compute(buffer: Buffer) -> bool:
 
 
 def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that picks the items at these indices from a sequence."""
+    """Return a function that takes a sequence and returns the tuple of its items at indices `numbers`."""
     if len(numbers) > 1:  # itemgetter returns a single element by itself
         return itemgetter(*numbers)
     return lambda items: tuple([items[i] for i in numbers])

@@ -60,12 +60,12 @@ class SplitInput:
 
     @property
     def tensor(self) -> Tensor:
-        """The user's tensor: the original of the copies."""
+        """The tensor of the user's graph that is copied."""
         return self._graph.tensors[self.number]
 
     @property
     def origin(self) -> str:
-        """Description of its origin, for messages."""
+        """Where the tensor is copied from, for messages: `host memory`, or a backend's name."""
         return "host memory" if self.is_staged else self.backend.name
 
     @property
@@ -130,7 +130,7 @@ class Split:
 
     @property
     def nodes(self) -> list[Tensor]:
-        """The user's nodes that it computes, including views of its own tensors."""
+        """The nodes of the user's graph that this split computes, with views of its own tensors."""
         return [self._graph.tensors[i] for i in self.numbers]
 
     @property
@@ -140,7 +140,7 @@ class Split:
 
     @property
     def plan(self) -> GraphPlan | None:
-        """The plan that reads copy 0 of the inputs, if made."""
+        """The plan that reads the first copies of this split's inputs; `None` until it is made."""
         return self.plans[0]
 
     def __repr__(self) -> str:
@@ -150,7 +150,7 @@ class Split:
 def split_graph(
     graph: IndexedGraph, found: Assignment, rules: AssignRules, requests: Mapping[int, int], n_copies: int
 ) -> tuple[list[Split], set[int]]:
-    """Divide a graph into splits.
+    """Divide a graph, with backends `found` by `assign`, into splits (runs of nodes on one backend).
 
     Args:
         graph: The graph.

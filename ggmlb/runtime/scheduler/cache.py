@@ -34,7 +34,7 @@ class ExecutableCache:
         self._kept: weakref.WeakKeyDictionary[Graph, Executable] = weakref.WeakKeyDictionary()
 
     def kept(self, graph: Graph) -> Executable | None:
-        """Return the executable of a graph object (`keep_graphs`), unless its tensors were moved."""
+        """Return the executable kept for this graph object (option `keep_graphs`), if no tensor was moved."""
         executable = self._kept.get(graph)
         if executable is None or executable.n_nodes != len(graph.nodes):
             return None
@@ -45,7 +45,7 @@ class ExecutableCache:
         return executable
 
     def find(self, graph: Graph, user: Mapping[Tensor, int]) -> Executable | None:
-        """Return the cached executable of an equal graph, bound to this one.
+        """Return the cached executable of an equal graph with equal `user` requests, bound to `graph`.
 
         Args:
             graph: The graph; tensors in compute memory do not match (see `compile`).
@@ -87,12 +87,12 @@ class ExecutableCache:
         return executable, True
 
     def keep(self, graph: Graph, executable: Executable) -> None:
-        """Remember the executable of a placed graph, if `keep_graphs`."""
+        """Remember a placed graph's executable for this graph object, if option `keep_graphs` is set."""
         if self.keep_graphs:
             self._kept[graph] = executable
 
     def drop(self, of: Executable | Tensor) -> None:
-        """Forget the kept graphs of an executable, or those with a tensor."""
+        """Forget the kept graphs of the executable `of`, or those that contain the tensor `of`."""
         for graph, executable in list(self._kept.items()):
             if of in graph if isinstance(of, Tensor) else of is executable:
                 del self._kept[graph]

@@ -72,7 +72,7 @@ class Executor:
         self._staging = [Staging(b) for b in backends]
 
     def compute(self, executable: Executable, callback: EvalCallback | None) -> Status:
-        """Queue all splits, with only the waits needed for their order.
+        """Queue all splits, waiting only where order needs it; `callback` may ask to see nodes.
 
         Returns:
             `Status.ABORTED` as soon as an abort callback or the eval callback asks for it.
@@ -126,7 +126,7 @@ class Executor:
         self.copy = 0
 
     def free(self) -> None:
-        """Release the events."""
+        """Free the events that order the splits."""
         for event in (*self._marks, *(e for events in self._has_read for e in events)):
             if event is not None and not event.is_freed:
                 event.free()
@@ -241,7 +241,7 @@ class Staging:
         self._nbytes = 0
 
     def snapshot(self, src: Tensor) -> Bytes:
-        """Return a copy of a tensor's bytes; its memory is reused when the array is deleted."""
+        """Copy a tensor's bytes to pinned memory; return the array, whose memory is reused once deleted."""
         size = max(LEAST_BLOCK, 1 << (src.nbytes - 1).bit_length())
         buffer, block = src.buffer, self._take(size)
         if block is None or buffer is None:
@@ -288,7 +288,7 @@ class ExpertCopies:
         self._used: dict[int, npt.NDArray[np.intp]] = {}
 
     def copy(self, item: SplitInput, split: Split) -> bool:
-        """Queue copies of the selected experts; adjacent ones are copied together.
+        """Queue copies of the experts of weight `item` that `split` selects; adjacent ones in one copy.
 
         The other experts of the copy are undefined, because no id refers to them.
 

@@ -47,7 +47,7 @@ class NodePlacement:
 
 
 def placements(graph: Graph, executable: Executable) -> list[NodePlacement]:
-    """Return one record for each computed node, in order."""
+    """Return where and why each computed node of a graph was placed, one record each, in order."""
     index = {node: i for i, node in enumerate(graph.nodes)}
     records = []
     for i_split, split in enumerate(executable.splits):
@@ -116,7 +116,7 @@ def record_fallbacks(graph: Graph, executable: Executable, backends: Sequence[Ba
 
 
 def render(graph: Graph, executable: Executable) -> str:
-    """Return the splits as text: inputs with sizes, nodes with causes.
+    """Return a compiled graph's splits as text: inputs with sizes, and nodes with placement causes.
 
     Consecutive nodes with the same cause share a line.
     """

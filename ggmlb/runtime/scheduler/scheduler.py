@@ -33,13 +33,13 @@ class Views(Protocol):
     """Protocol of a scheduler's views, implemented by `ggmlb.inspect.notebook`."""
 
     def to_dot(self, scheduler: Scheduler, graph: Graph) -> str:
-        """See `Scheduler.to_dot`."""
+        """Return the split graph in Graphviz's DOT language, for `Scheduler.to_dot`."""
 
     def to_svg(self, scheduler: Scheduler, graph: Graph) -> str:
-        """See `Scheduler.to_svg`."""
+        """Return an SVG drawing of the split graph, for `Scheduler.to_svg`."""
 
     def trace(self, scheduler: Scheduler, path: str | Path | None) -> Trace:
-        """See `Scheduler.trace`."""
+        """Return a recorder of all devices, written to `path` if given, for `Scheduler.trace`."""
 
     def start_sanitizer(self, owner: object) -> Callable[[], object]:
         """Start a sanitizer for the lifetime of its owner; return a function that stops it."""
@@ -156,7 +156,7 @@ class Scheduler(Freeable):
 
     @property
     def n_copies(self) -> int:
-        """Number of copies of tensors sent between devices; 1 without `parallel`.
+        """Number of copies that each tensor sent between devices cycles through; 1 without option `parallel`.
 
         Source: ggml_backend_sched_get_n_copies.
         """
@@ -192,7 +192,7 @@ class Scheduler(Freeable):
 
     @property
     def placement(self) -> list[NodePlacement]:
-        """For each node of the last graph: device, cause, reasons of devices that decline it, and copies."""
+        """Device, cause, copied operands and other devices' refusals, for each node of the last graph."""
         if self._graph is None or self._executable is None:
             return []
         return placements(self._graph, self._executable)
@@ -212,7 +212,7 @@ class Scheduler(Freeable):
     # -- drawings ------------------------------------------------------------------------------
 
     def trace(self, path: str | Path | None = None) -> Trace:
-        """Context manager that records a trace of all devices, for ui.perfetto.dev or chrome://tracing.
+        """Context manager that traces all devices, and writes Perfetto or Chrome JSON to `path` if given.
 
         Example: `with sched.trace("run.json"): sched.graph_compute(graph)`
 
@@ -352,7 +352,7 @@ class Scheduler(Freeable):
         return list(sizes[: self.n_backends])
 
     def alloc_graph(self, graph: Graph) -> None:
-        """Split a graph and place its tensors, to set inputs and compute it.
+        """Split a graph and place its tensors; afterwards its inputs can be set, and it can be computed.
 
         Tensors of the graph allocated before lose their place, and their data; read results before, or
         queue the reading with `Backend.get_tensor_async`. If the graph equals the one before, it does not
@@ -388,7 +388,7 @@ class Scheduler(Freeable):
     # -- computing -----------------------------------------------------------------------------
 
     def graph_compute(self, graph: Graph) -> Status:
-        """Compute a graph and wait for it, allocating it if it is not (ggml_backend_sched_graph_compute).
+        """Compute a graph, allocated first if needed, and wait for it (ggml_backend_sched_graph_compute).
 
         Returns:
             `Status.ABORTED` if an abort or eval callback stopped it, else `Status.SUCCESS`.
@@ -474,7 +474,7 @@ class Scheduler(Freeable):
             raise failure
 
     def without(self, *devices: str) -> Scheduler:
-        """Free this scheduler; return one without the named devices, with its options and requests.
+        """Free this scheduler; return one without the given `devices`, with the same options and requests.
 
         For devices that are lost. Free the buffers of the weights that were there, place the weights again
         (`alloc_ctx_tensors`), and set them; the same graphs are then computed as before.
