@@ -80,7 +80,7 @@ class KitCase:
 
 
 class PlainChoices:
-    """Takes the first alternative of each choice, except of at most one.
+    """Takes the first alternative at each choice of a test program, except at one choice (`other`), if given.
 
     Args:
         seed: Seed of random numbers.
@@ -110,7 +110,7 @@ class PlainChoices:
         return float(np.float32(self.random.uniform(low, high)))
 
     def pick(self, n: int) -> int:
-        """Return 0, the first alternative, except for the choice `other`."""
+        """Return 0 (first of `n` alternatives), unless `other` names this choice and another index."""
         self.alternatives.append(n)
         place, choice = self.other or (-1, 0)
         return choice if place == len(self.alternatives) - 1 else 0
@@ -145,7 +145,7 @@ class CoveringChoices:
         self.n_picks = 0
 
     def integer(self, low: int, high: int) -> int:
-        """Return a random number; for `Size.ONE` the lowest.
+        """Return a random number from `low` to `high`; `low` if the program's size class is `Size.ONE`.
 
         Raises:
             ArgumentError: The interval is empty.

@@ -53,7 +53,7 @@ def supported_types(device: Device, name: str) -> list[DType]:
 
 
 def brief(types: Iterable[DType]) -> str:
-    """Return the types as text; a complete family is one word, as `"floats"`."""
+    """Return the types as text; one word, such as `"floats"`, stands for a complete family."""
     left = list(types)
     words = []
     for word, family in TYPE_FAMILIES.items():
@@ -64,7 +64,7 @@ def brief(types: Iterable[DType]) -> str:
 
 
 def claims_not_run(device: Device, results: Iterable[CaseResult], *, whole: bool = False) -> list[str]:
-    """Return the ops that the device claims and that had cases in a run, none of them computed.
+    """Return the ops claimed by a device, and in the run (all ops if `whole`), of which no case was computed.
 
     Such claims are untested: either no case has the claimed form, or the claim is wrong.
 
@@ -87,7 +87,7 @@ def claims_not_run(device: Device, results: Iterable[CaseResult], *, whole: bool
 def warnings(
     devices: Iterable[Device], results: Sequence[CaseResult], *, whole: bool = False
 ) -> Iterator[str]:
-    """Yield a line for each device that claims ops of which no case was computed (`claims_not_run`)."""
+    """Yield a line for each device with claimed ops of which no case was computed (see `claims_not_run`)."""
     for device in devices:
         if ops := claims_not_run(device, results, whole=whole):
             yield f"{device.name} claims {', '.join(ops)}, of which no case was computed: they are not tested"

@@ -30,7 +30,9 @@ RUNS = ("", "computed a second time", "computed a third time")
 
 
 class Bench(Freeable):
-    """A device under test and the reference. A context manager, which frees both on exit.
+    """Computes cases on a device under test and on a reference device, and compares the results.
+
+    A context manager, which frees both streams on exit.
 
     Args:
         device: The device under test.
@@ -46,7 +48,7 @@ class Bench(Freeable):
         self._weights = {m.name: WeightMemory(m, self._memory) for m in weight_memories(device)}
 
     def test(self, case: KitCase) -> CaseResult:
-        """Compute a case on both, and compare values and the memory around them."""
+        """Compute a case on device and reference; compare the values, and check for writes elsewhere."""
         start = perf_counter()
         outcome, reason, nmse = self._test(case)
         return CaseResult(
@@ -181,7 +183,7 @@ def inplace_operands(node: Tensor) -> list[int]:
 
 
 def refusal(device: Device, built: Built) -> str | None:
-    """Return why a device does not compute a program, or `None`."""
+    """Return why a device declines a node of the program (the first); `None` if it computes all."""
     for node in built.graph.nodes:
         why = device.declines(node)
         if why is not None:

@@ -61,7 +61,7 @@ def _simple(name: str) -> Device:
 
 
 def sharded_by_chance(tensor: Tensor, n_devices: int, seed: str = "") -> SplitState:
-    """Return a random split state of a tensor: any dimension, parts of any extent, also 0.
+    """Return a random split of a tensor: along any dimension, into parts of any extent, even 0; or mirrored.
 
     It is the same for tensors of the same name, type and extents on every machine.
     """
@@ -78,7 +78,7 @@ def sharded_by_chance(tensor: Tensor, n_devices: int, seed: str = "") -> SplitSt
 
 
 def weight_memories(device: Device) -> list[BufferType]:
-    """Return the buffer types of a device for weights, other than its own.
+    """Return a device's further buffer types for weights: its extra ones, and its backend's row-split type.
 
     These are its extra buffer types, and the split buffer type of its backend.
     """

@@ -100,7 +100,7 @@ class Leaf:
 
     @property
     def data(self) -> bytes:
-        """Its bytes."""
+        """The leaf's values as bytes, quantised or random, made on first access."""
         if self._data is None:
             if dtypes.can_quantize(self.dtype):
                 self._data = dtypes.quantize(self.make().reshape(self.ne[::-1]), self.dtype).tobytes()
@@ -111,7 +111,7 @@ class Leaf:
 
 @dataclass
 class Program:
-    """A program under construction; tensors are named `"$name"`.
+    """A program under construction; steps refer to its tensors by `"$"` and the name, such as `"$y0"`.
 
     Attributes:
         choices: Makes the choices.
@@ -148,17 +148,17 @@ class Program:
         return self.choices.number(np.float32(low).item(), np.float32(high).item())
 
     def bool(self) -> Truth:
-        """Return a truth value; the first alternative is False."""
+        """Return a drawn truth value; False is the first alternative, which plain programs take."""
         return Truth(self.choices.pick(2))
 
     def one_of(self, *choices: Any, beyond: tuple[Any, ...] = ()) -> Any:
-        """Return one of the choices; `beyond` has those that ggml's CPU backend lacks."""
+        """Draw one of `choices`, or of `beyond`: alternatives that ggml's own CPU backend lacks."""
         if self.choices.beyond:
             choices += beyond
         return choices[self.choices.pick(len(choices))] if len(choices) > 1 else choices[0]
 
     def extent(self, high: Integer, large: Integer) -> Integer:
-        """Return an extent up to `high`, or up to `large` in large programs."""
+        """Draw an extent from 1 to `high`, or to `large` if the program is of the large size class."""
         return self.int(1, large if self.choices.large else high)
 
     def ne(self, *highest: Integer) -> Extents:
@@ -185,7 +185,7 @@ class Program:
     def operand(
         self, dtype: DType, ne: Extents, *layouts: str, beyond: tuple[str, ...] = (), **values: Any
     ) -> str:
-        """Create a tensor of that type and shape, in one of the memory layouts."""
+        """Add a tensor in a drawn memory layout; `beyond` are layouts that ggml's CPU backend lacks."""
         ne = (*ne, 1, 1, 1)[:4]
         if dtype.block_size > 1:
             beyond = tuple(x for x in beyond if x != PERMUTED)  # a row of blocks stays contiguous
@@ -221,19 +221,19 @@ class Program:
         return self.step("view_4d", self.leaf(dtype, large, **values), *ne, *nb, offset)
 
     def step(self, fn: str, *args: Any) -> str:
-        """Add a call that returns a tensor; return its name."""
+        """Add a call of the `Context` method `fn`, which returns a tensor; return this tensor's name."""
         name = f"y{len(self.steps)}"
         self.steps.append(ProgramStep(name, fn, args))
         self.texts[name] = f"{fn}({','.join(map(self._text, args))})"
         return f"${name}"
 
     def void(self, fn: str, *args: Any) -> None:
-        """Add a call that changes its first argument."""
+        """Add a call of the `Context` method `fn`, which changes its first argument and returns nothing."""
         self.steps.append(ProgramStep(None, fn, args))
         self.texts[args[0][1:]] += f"+{fn}({','.join(map(self._text, args[1:]))})"
 
     def out(self, fn: str, *args: Any) -> str:
-        """Add a call whose result is compared; return its name."""
+        """Add a call of the `Context` method `fn`; compare its result in the test, and return its name."""
         result = self.step(fn, *args)
         self.compare(result)
         return result
@@ -255,7 +255,7 @@ class Program:
         return next(step.fn for step in self.steps if step.out == self.outputs[0])
 
     def request(self) -> tuple[Any, ...]:
-        """Return the argument of `GgmlProcess.compute`."""
+        """Return the program as plain tuples (leafs, steps, outputs), for ggml to compute elsewhere."""
         return (
             [(x.name, int(x.dtype), x.ne, x.data) for x in self.leafs],
             [(s.out, s.fn, tuple(_c_value(a) for a in s.args)) for s in self.steps],
@@ -312,7 +312,7 @@ class _Members:
 
 
 def shape_text(dtype: DType, ne: Sequence[int]) -> str:
-    """Return type and extents, without trailing ones, as `"f16[40,3]"`."""
+    """Return type and extents as text without trailing ones, such as `"f16[40,3]"`."""
     n = max((i for i, extent in enumerate(ne) if extent != 1), default=0)
     return f"{dtype.name.lower()}[{','.join(str(e) for e in ne[: n + 1])}]"
 
@@ -329,14 +329,14 @@ def _c_value(arg: Any) -> Any:
 
 
 def tolerance(*dtypes: DType) -> float:
-    """Error tolerance for rounding to a short type."""
+    """Return the error (NMSE) to allow for rounding to the least precise of the types."""
     if BF16 in dtypes:
         return 1e-4
     return 1e-6 if F16 in dtypes else 1e-7
 
 
 def window(p: Program, dtype: DType) -> tuple[str, str, tuple[int, ...], int]:
-    """Draw a tensor, a smaller one, and strides and offset of a window of the latter's size."""
+    """Draw a tensor, a smaller one, and the strides and offset of a window of the smaller one's size."""
     size = dtype.type_size
     small = p.ne(20, 4, 3, 2)
     more = [p.int(0, 4), p.int(0, 2), p.int(0, 2), p.int(0, 1)]

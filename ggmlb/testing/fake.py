@@ -88,7 +88,7 @@ class FakeDevice(Device):
 
     @property
     def type(self) -> DeviceType:
-        """Its kind, chosen by the registration."""
+        """The device type (GPU, ...) that the test chose for the registration."""
         return self._reg.device_type
 
     @property
@@ -117,7 +117,7 @@ class FakeDevice(Device):
         return FakeBackend(self)
 
     def declines(self, op: Tensor) -> str | None:
-        """Return the test's reason, else the CPU's."""
+        """Return the test's reason for declining a node, else that of the CPU's rules, or `None`."""
         why = self._declines(op) if self._declines is not None else None
         return why if why is not None else RULES.declines(op)
 

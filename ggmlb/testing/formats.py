@@ -19,7 +19,7 @@ COLUMNS: Final = ("mode", "device", "family", "id", "outcome", "reason", "nmse",
 
 
 def as_json(results: Sequence[CaseResult], about: About | None = None) -> str:
-    """Return `{"run": {...}, "counts": {...}, "results": [{...}, ...]}`."""
+    """Return results as JSON text: facts of the run (`about`), counts by outcome, and a record for each."""
     told = {outcome.value: n for outcome, n in counts(results).items()}
     records = [_finite(result.as_dict()) for result in results]
     run = (about or About.here()).as_dict()
@@ -27,7 +27,7 @@ def as_json(results: Sequence[CaseResult], about: About | None = None) -> str:
 
 
 def as_csv(results: Sequence[CaseResult], about: About | None = None) -> str:
-    """Return a line of names, and a line for each result; `about` is omitted."""
+    """Return results as CSV: a header, then a line for each result; `about` is ignored."""
     facts = list(dict.fromkeys(name for result in results for name in result.facts))
     out = io.StringIO()
     writer = csv.DictWriter(out, [*COLUMNS, *facts], lineterminator="\n")

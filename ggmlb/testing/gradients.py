@@ -57,7 +57,7 @@ FAMILIES: Final = frozenset(name for op, r in RECORDS.items() if SPECS[op].backw
 
 
 class GradientBench(Freeable):
-    """A device under test; the CPU computes ops that it declines, and the finite differences.
+    """Tests gradients of a device against finite differences on the CPU, which also runs declined ops.
 
     Args:
         device: The device under test.

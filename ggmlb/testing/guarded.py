@@ -66,7 +66,7 @@ class WatchedBuffer:
         self._whole.set(poison(self._whole.nbytes))
 
     def remember(self) -> None:
-        """Remember the current bytes."""
+        """Save the buffer's current bytes, for `trespass` to compare with."""
         self._before = self._whole.get()
 
     def trespass(self) -> str:
@@ -129,7 +129,7 @@ class Image:
 
 
 class ProgramMemory(Protocol):
-    """Memory for programs, one at a time."""
+    """Memory that holds one program at a time: the next program placed there replaces the last."""
 
     def place(self, built: Built) -> Image:
         """Place a program; `Image.upload` writes its inputs."""
@@ -139,7 +139,7 @@ class ProgramMemory(Protocol):
 
 
 class GuardedMemory:
-    """A guarded buffer for programs, one at a time.
+    """Memory that holds one program at a time, with guard bytes between tensors to detect stray writes.
 
     Args:
         buft: The buffer type.
@@ -150,7 +150,7 @@ class GuardedMemory:
         self._buffer: Buffer | None = None
 
     def place(self, built: Built, shared: tuple[Tensor, Tensor] | None = None) -> Image:
-        """Place the unplaced tensors of a program; `Image.upload` writes its inputs.
+        """Place a program's unplaced tensors between guard bytes; one result may share an operand's memory.
 
         Args:
             built: The program.
@@ -196,7 +196,7 @@ class GuardedMemory:
 
 
 def read_back(tensor: Tensor, otherwise: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return a weight's bytes; `otherwise` if its memory cannot be read back."""
+    """Return a weight's bytes, or the bytes `otherwise` if its memory cannot be read back."""
     try:
         return tensor.get()
     except BackendError:

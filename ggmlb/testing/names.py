@@ -6,6 +6,6 @@ import re
 
 
 def device_names(text: str) -> list[str]:
-    """Split a comma-separated list of names; `"CPU, Meta(OpenCL0,OpenCL1)"` has two."""
+    """Split a list of device names at commas outside brackets; `"CPU, Meta(A,B)"` gives two names."""
     parts = re.split(r",(?![^(]*\))", text)
     return [part.strip() for part in parts if part.strip()]

@@ -66,7 +66,7 @@ class PerfCase:
 
     @property
     def family(self) -> str:
-        """The family of mode `test` that its op belongs to."""
+        """The family of test programs (as in mode `test`) for this case's op."""
         return _names(self)[0]
 
     @property
@@ -186,7 +186,7 @@ def time_or_none(device: Device, ctx: Context, node: Tensor) -> float | None:
 
 
 def time_node(device: Device, ctx: Context, *nodes: Tensor) -> float:
-    """Return the median time of computing the planned nodes [s]."""
+    """Return the median time [s] of computing the nodes, with a plan made before."""
     with device.init_backend() as stream, alloc_ctx_tensors(ctx, stream) as buffer:
         buffer.clear(0)
         for tensor in ctx.tensors:
@@ -244,7 +244,7 @@ def moved_nbytes(node: Tensor) -> int:
 
 
 def flops(node: Tensor) -> int:
-    """Return the multiplications and additions of a product; 0 for other ops, limited by memory."""
+    """Return the multiplications and additions of a product; 0 for other ops, which memory limits."""
     a, b = ((*node.src, None, None))[:2]
     if a is None or b is None:
         return 0

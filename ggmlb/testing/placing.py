@@ -22,7 +22,7 @@ def memory_of(buft: BufferType) -> ProgramMemory:
 
 
 class ShardedMemory:
-    """Memory of a meta device: inputs are sharded like weights, and each device's part is watched.
+    """Memory of a meta device for programs: inputs are sharded, and each device's part is checked for writes.
 
     Args:
         buft: The meta device's buffer type.
@@ -104,7 +104,7 @@ class WeightMemory:
         return image
 
     def free(self) -> None:
-        """Free the weight's buffer; the other memory belongs to the bench."""
+        """Free the weight's buffer only; the memory of the other tensors belongs to the test bench."""
         self._free_weight()
 
     def _free_weight(self) -> None:

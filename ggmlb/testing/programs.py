@@ -162,7 +162,7 @@ class Case:
         return result
 
     def output(self, name: str) -> Spec:
-        """Return the expected output of that name.
+        """Return the expected output called `name`.
 
         Raises:
             ArgumentError: The case has no such output.
@@ -263,7 +263,7 @@ def _constant(name: str) -> IntEnum:
 
 
 def compare(case: Case, name: str, out: Tensor) -> Verdict:
-    """Compare a computed output with ggml's, by the case's rule and tolerance.
+    """Compare the computed tensor `out` with ggml's output `name`, by the case's rule and tolerance.
 
     Raises:
         ArgumentError: The case has no such output.

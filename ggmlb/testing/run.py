@@ -119,7 +119,7 @@ def selections(modes: Sequence[str], ops: Sequence[str], pattern: str, limit: in
 
 
 def names_of(mode: str, family: str, memory: str = "") -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the id of each case of a family, with the op names that select it."""
+    """Yield each case's id in a family, with op names that select it; `memory` names the weights' type."""
     if mode == "behaviour":
         yield from ((name, frozenset({name})) for name in CHECKS[family])
     else:

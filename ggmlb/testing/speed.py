@@ -31,7 +31,7 @@ ROUNDS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured figure.
+    """One measurement of a device's speed: a name, a unit and a value.
 
     Attributes:
         name: Name of the measurement.
@@ -45,7 +45,7 @@ class Figure:
 
 
 def figures(device: Device) -> Iterator[Figure]:
-    """Measure a device; yield each figure when known."""
+    """Measure a device's bandwidths, products and latencies; yield each as soon as it is known."""
     scale = scale_of(device)
     yield Figure("copy in its memory", "GB/s", _copy(device, (1 << 22) * scale * scale))
     nbytes = (16 << 20) * scale

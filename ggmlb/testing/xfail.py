@@ -36,7 +36,7 @@ class ExpectedFailures:
 
     @classmethod
     def of(cls, device: Device, file: Path | None = None) -> ExpectedFailures:
-        """Return the lists of a device's backend and of a file.
+        """Return the known failures that a device's backend ships, together with those in a file.
 
         Raises:
             ArgumentError: The file cannot be read, or a pattern is not a regular expression.

@@ -14,7 +14,7 @@ __all__ = ["CHECKS", "behaves", "memory", "order", "plans", "transfers", "weight
 
 
 def behaves(device: Device, group: str, name: str) -> CaseResult:
-    """Run one check on a device."""
+    """Run the behaviour check `name` of a `group` on a device; return its result."""
     start = perf_counter()
     outcome, reason = _outcome(device, group, name)
     return CaseResult("behaviour", device.name, group, name, outcome, reason, None, perf_counter() - start)

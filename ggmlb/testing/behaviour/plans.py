@@ -37,7 +37,7 @@ WAYS = ("graph_plan_compute", "graph_plan_update", "graph_compute")
 
 
 def compute(rig: Rig, way: str, graph: Graph, plan: GraphPlan) -> GraphPlan:
-    """Compute a planned graph by a method of `WAYS`, and wait; return its plan."""
+    """Compute a graph with its plan by the named method, and wait; return the plan, perhaps updated."""
     if way == "graph_compute":
         rig.stream.graph_compute(graph)
         return plan
@@ -50,7 +50,7 @@ def compute(rig: Rig, way: str, graph: Graph, plan: GraphPlan) -> GraphPlan:
 
 @check("plans")
 def a_plan_follows_moved_tensors(rig: Rig) -> None:
-    """After tensors moved, a kept plan, its update and `graph_compute` use the new places."""
+    """After tensors moved, the old plan, an updated plan, and `graph_compute` all use the new places."""
     for way in WAYS:
         ctx = Context()
         x = ctx.new_tensor(DType.F32, (N,), "x")
@@ -75,7 +75,7 @@ def a_plan_follows_moved_tensors(rig: Rig) -> None:
 
 @check("plans")
 def a_plan_follows_changed_parameters(rig: Rig) -> None:
-    """After an op's parameters changed, a kept plan, its update and `graph_compute` use the new ones."""
+    """After op parameters changed, the old plan, an updated plan, and `graph_compute` use the new ones."""
     for way in WAYS:
         ctx = Context()
         x = ctx.new_tensor(DType.F32, (N,), "x")
@@ -162,7 +162,7 @@ def _samples() -> Iterator[Tensor]:
 
 @check("plans")
 def an_abort_callback_stops(rig: Rig) -> None:
-    """The abort callback stops a computation with `Status.ABORTED`; after its removal, graphs run."""
+    """An abort callback stops a computation with `Status.ABORTED`; graphs run again once it is removed."""
     set_abort = rig.device.reg.get_proc_address("set_abort_callback")
     if set_abort is None:
         unsupported("the backend has no set_abort_callback")

@@ -42,7 +42,7 @@ def expect(condition: bool, otherwise: str) -> None:
 
 
 def expect_equal(got: npt.ArrayLike, right: npt.ArrayLike, what: str) -> None:
-    """Raise a `Fault` unless two arrays are equal; it shows the first different element."""
+    """Raise a `Fault` that shows the first different element of `what`, unless `got` equals `right`."""
     a, b = np.asarray(got), np.asarray(right)
     if a.shape != b.shape:
         raise Fault(f"{what}: the shape is {a.shape}; it must be {b.shape}")
@@ -115,14 +115,14 @@ class Rig:
     # -- tensors and graphs --------------------------------------------------------------------
 
     def tensor(self, dtype: DType, *ne: int, stream: Backend | None = None) -> Tensor:
-        """Return a tensor in its own buffer."""
+        """Return a new tensor, alone in a buffer of the stream's device, freed after the check."""
         ctx = Context()
         tensor = ctx.new_tensor(dtype, ne, "t")
         self.keep(alloc_ctx_tensors(ctx, stream or self.stream))
         return tensor
 
     def neighbours(self, nbytes: int, n: int = 3) -> list[Tensor]:
-        """Return tensors of bytes that are adjacent in one buffer, in order."""
+        """Return `n` tensors of `nbytes` bytes each, adjacent in one buffer, in order of address."""
         ctx = Context()
         tensors = [ctx.new_tensor(DType.I8, (nbytes,), f"t{i}") for i in range(n)]
         self.keep(alloc_ctx_tensors(ctx, self.stream))
@@ -179,7 +179,7 @@ class Rig:
 
 
 def numbers(n: int, start: int = 1) -> Floats:
-    """Return `n` small whole numbers, exact in float32 even when doubled often."""
+    """Return `n` small whole numbers (2, 3, ... for `start` 1), exact in float32 even if doubled often."""
     return (np.arange(start, start + n) % 251 + 1).astype(np.float32)
 
 
@@ -195,7 +195,7 @@ CHECKS: dict[str, dict[str, Check]] = {}
 
 
 def check(group: str) -> Callable[[Check], Check]:
-    """Register a function as a check of behaviour, by its name."""
+    """Return a decorator that registers a function, by its name, as a behaviour check in `group`."""
 
     def register(fn: Check) -> Check:
         CHECKS.setdefault(group, {})[fn.__name__] = fn

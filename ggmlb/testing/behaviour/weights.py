@@ -122,7 +122,7 @@ def memory_for_weights_is_sound(rig: Rig) -> None:
 
 @check("weights")
 def weights_give_right_products(rig: Rig) -> None:
-    """Products with a weight in memory for weights are right; reading returns its bytes, or raises."""
+    """Products with a weight are right in each weight buffer type; reading gives its bytes, or raises."""
     for buft in _memories(rig):
         taken = 0
         for kind in KINDS:
@@ -136,7 +136,7 @@ def weights_give_right_products(rig: Rig) -> None:
 
 @check("weights")
 def weights_are_written_by_rows(rig: Rig) -> None:
-    """Rows of a weight can be written in any order; the others stay as they are."""
+    """Rows of a weight can be written in any order; rows not written keep their values."""
     for buft in _memories(rig):
         for kind in KINDS:
             (weight,) = _weights(rig, buft, kind)
@@ -251,7 +251,7 @@ def a_scheduler_leaves_products_where_weights_are(rig: Rig) -> None:
 
 @check("weights")
 def weight_allocation_errors(rig: Rig) -> None:
-    """Too large a weight raises `AllocationError`, a freed one `FreedError`."""
+    """A too large weight raises `AllocationError`; access to a freed weight raises `FreedError`."""
     for buft in _memories(rig):
         huge = Context().new_tensor(DType.F32, (1 << 30, 1 << 20), "huge")
         expect_error(AllocationError, partial(alloc_tensors, [huge], buft), f"{huge.nbytes} bytes")

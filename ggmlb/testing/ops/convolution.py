@@ -31,7 +31,7 @@ def conv_values(kernel: DType) -> Any:
 
 
 def geometry(p: Program, rank: int) -> tuple[Extents, Extents, Extents, Extents, Extents]:
-    """Draw extents of data and kernel, strides, paddings and dilations such that the kernel fits."""
+    """Draw extents of data and kernel, strides, paddings and dilations, of `rank` axes; the kernel fits."""
     kernel = tuple(p.int(1, 4) for _ in range(rank))
     dilation = tuple(p.extra(1, 2) for _ in range(rank))
     padding = tuple(p.extra(0, 2) for _ in range(rank))
@@ -42,7 +42,7 @@ def geometry(p: Program, rank: int) -> tuple[Extents, Extents, Extents, Extents,
 
 
 def window_places(n: Extents, k: Extents, s: Extents, q: Extents, d: Extents) -> Extents:
-    """Return the output extents of a convolution or pooling."""
+    """Return a convolution's output extents; data `n`, kernel `k`, stride `s`, padding `q`, dilation `d`."""
     return tuple((n + 2 * q - d * (k - 1) - 1) // s + 1 for n, k, s, q, d in zip(n, k, s, q, d, strict=True))
 
 

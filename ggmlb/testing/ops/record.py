@@ -76,7 +76,7 @@ def cases(
     name: str = "",
     of_ggml: bool = True,
 ) -> Callable[[Family], Family]:
-    """Register sample nodes and timed cases of an op; as a decorator, also a family of programs.
+    """Register sample nodes and timed cases of an op; as a decorator, also a function that draws programs.
 
     Args:
         op: The op.
@@ -111,22 +111,22 @@ def main(c: Context, dtype: DType, *ne: int) -> Tensor:
 
 
 def f32(c: Context, *ne: int) -> Tensor:
-    """An f32 leaf."""
+    """Create an f32 leaf of extents `ne` in context `c`."""
     return c.new_tensor(F32, ne)
 
 
 def i32(c: Context, *ne: int) -> Tensor:
-    """An i32 leaf."""
+    """Create an i32 leaf of extents `ne` in context `c`."""
     return c.new_tensor(I32, ne)
 
 
 def rows(c: Context, scale: int, dtype: DType = F32, n: int = 512) -> Tensor:
-    """A leaf for timed cases, with `n` rows of `1024 * scale` elements, a layer's width."""
+    """Create a leaf of `n` rows of `1024 * scale` elements (a model layer's width) in context `c`."""
     return c.new_tensor(dtype, (1024 * scale, n))
 
 
 def on_main(fn: str, *args: Any) -> Sample:
-    """Return a sample: a call of a `Context` method with the main operand and `args`."""
+    """Return a function that makes a sample node by `Context` method `fn` on a main operand and `args`."""
 
     def build(c: Context, dtype: DType) -> Tensor:
         node: Tensor = getattr(c, fn)(main(c, dtype), *args)
@@ -136,7 +136,7 @@ def on_main(fn: str, *args: Any) -> Sample:
 
 
 def on_rows(fn: str, *args: Any) -> Perf:
-    """Return a timed case: a call of a `Context` method with f32 `rows` and `args`."""
+    """Return a function that makes a node to time by `Context` method `fn` on f32 `rows` and `args`."""
 
     def build(c: Context, scale: int) -> Tensor:
         node: Tensor = getattr(c, fn)(rows(c, scale), *args)
