@@ -150,7 +150,7 @@ def open_gguf(path: "str | os.PathLike[str]") -> "GgufFile":
 def save_gguf(
     path: "str | os.PathLike[str]", metadata: "Mapping[str, Writable]", tensors: "Mapping[str, TensorData]"
 ) -> None:
-    """Write a GGUF file; see `ggmlb.models.gguf.save_gguf` for values and tensors.
+    """Write `metadata` and `tensors` to a GGUF file; see `ggmlb.models.gguf.save_gguf` for their values.
 
     Raises:
         ArgumentError: A key, name or value that the format does not have.

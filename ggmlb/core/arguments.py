@@ -30,7 +30,7 @@ _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 class Kind(NamedTuple):
-    """Predicate of an annotation, and its words for errors.
+    """What an annotation allows, as a predicate, and the words for it in error messages.
 
     Attributes:
         words: The expected value, for messages.
@@ -148,7 +148,7 @@ def _fault(name: str, kind: Kind, value: Any) -> str:
 
 
 def named(words: str) -> Callable[[Class], Class]:
-    """Class decorator: checks arguments annotated with the class; errors say "give `words`"."""
+    """Return a class decorator; arguments annotated with the class are checked, errors ask for `words`."""
 
     def register(cls: Class) -> Class:
         _NAMED[cls.__name__] = Kind(words, lambda value: isinstance(value, cls))
@@ -261,7 +261,7 @@ def _split(annotation: str, at: str) -> list[str]:
 
 
 def answer(callback: str, value: Any) -> bool:
-    """Convert the value that a callback returned to a bool.
+    """Convert the value that a callback returned to a bool; errors begin with the name `callback`.
 
     Raises:
         ArgumentError: It is neither true nor false, as an array.
@@ -273,7 +273,7 @@ def answer(callback: str, value: Any) -> bool:
 
 
 def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
-    """Convert a caller's values to an array of real numbers.
+    """Convert a caller's values to an array of real numbers; errors begin with `call`.
 
     Raises:
         ShapeError: The values form no array.
@@ -294,7 +294,7 @@ def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
 
 
 def generator(seed: int, call: str) -> np.random.Generator:
-    """Return `numpy.random.default_rng(seed)`.
+    """Return `numpy.random.default_rng(seed)`; errors begin with `call`.
 
     Raises:
         ArgumentError: The seed is negative.

@@ -12,7 +12,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def as_enum(call: str, kind: type[E], value: object) -> E:
-    """Parse an argument as a member of `kind`: a member, its name in any case, or ggml's number.
+    """Parse `value`, a member of the enum `kind`, its name in any case, or ggml's number.
 
     Every public argument and settable attribute that takes an enum is parsed here.
 
@@ -52,7 +52,7 @@ def whole_number(value: object) -> int | None:
 
 
 class Op(str, Enum):
-    """Operation of a graph node: `GGML_OP_*` without the prefix.
+    """Operation of a graph node, `GGML_OP_*` without the prefix.
 
     A `str` enum, because its members hash in C: ops are dictionary keys on hot paths.
     """
@@ -222,7 +222,7 @@ class RopeType(IntEnum):
 
 
 class SortOrder(IntEnum):
-    """`GGML_SORT_ORDER_*`: sort order."""
+    """`GGML_SORT_ORDER_*`: whether `argsort` sorts in ascending or descending order."""
 
     ASC = 0
     DESC = 1
@@ -258,7 +258,7 @@ class ScaleFlag(IntEnum):
 
 
 class OpPool(IntEnum):
-    """`GGML_OP_POOL_*`: pooling."""
+    """`GGML_OP_POOL_*`: whether pooling takes the maximum or the mean."""
 
     MAX = 0
     AVG = 1
@@ -274,7 +274,7 @@ class TriType(IntEnum):
 
 
 class TensorFlag:
-    """`GGML_TENSOR_FLAG_*`; plain ints, because `IntFlag` arithmetic is slow on hot paths."""
+    """`GGML_TENSOR_FLAG_*`, a tensor's roles as bits; plain ints, because `IntFlag` is slow on hot paths."""
 
     INPUT: Final = 1
     OUTPUT: Final = 2

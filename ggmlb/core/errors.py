@@ -156,7 +156,7 @@ class MissingModelError(ModelError, FileNotFoundError):
 
 
 def kind_of(value: object) -> str:
-    """Describe a value for a message: `"'CPU'"`, `"None"`, `"a float"`, `"a numpy.ndarray"`."""
+    """Describe a value for a message, such as `"'CPU'"`, `"None"`, `"a float"` or `"a numpy.ndarray"`."""
     if value is None or isinstance(value, str):
         return repr(value)
     kind = type(value)
@@ -184,7 +184,7 @@ def _code(match: re.Match[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line: `"ValueError: message"`."""
+    """Return an error as one line, such as `"ValueError: message"`."""
     try:
         text = str(error)
     except Exception as why:  # third-party classes may fail here
@@ -208,7 +208,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def readable_size(nbytes: int) -> str:
-    """Format a size in bytes with a unit: `"15.6 GiB"`."""
+    """Format a size in bytes with a unit, such as `"15.6 GiB"`."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

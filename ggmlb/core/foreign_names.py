@@ -33,7 +33,7 @@ _BY_LETTERS: Final = {name.replace("_", ""): op for name, op in OPS.items()}
 
 
 def op_for(name: str) -> str | None:
-    """Return the op for another library's name, in any spelling; `None` if unknown.
+    """Return ggml's name of an op of NumPy, PyTorch or ONNX, given in any spelling; `None` if unknown.
 
     `"layer_norm"`, `"LayerNorm"` and `"layernorm_"` are the same name.
     """

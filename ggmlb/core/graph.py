@@ -198,7 +198,7 @@ class Graph:
         return part
 
     def memory(self) -> set[Buffer | None]:
-        """Return the buffers of its nodes and their sources, with `None` if one is in no buffer."""
+        """Return the buffers of the graph's nodes and their sources, with `None` if one is in no buffer."""
         return {t.buffer for node in self.nodes for t in (node, *node.src) if t is not None}
 
     def use_counts(self) -> Counter[Tensor]:

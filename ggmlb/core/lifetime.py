@@ -83,7 +83,7 @@ class Freeable(Unique, ABC):
         """
 
     def check_alive(self, call: str) -> None:
-        """Raise if the resource was freed.
+        """Raise if the resource was freed; the error begins with `call`.
 
         Raises:
             FreedError: It was freed.

@@ -48,27 +48,27 @@ class Params(dict[str, Any]):
         return self
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As `dict.update`."""
+        """Change parameters as `dict.update` does, and advance `placement_clock`."""
         super().update(*args, **kwargs)
         placement_clock.tick()
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """As `dict.setdefault`."""
+        """Look up or add a parameter as `dict.setdefault` does, and advance `placement_clock`."""
         placement_clock.tick()
         return super().setdefault(name, default)
 
     def pop(self, *args: Any) -> Any:
-        """As `dict.pop`."""
+        """Remove and return a parameter as `dict.pop` does, and advance `placement_clock`."""
         placement_clock.tick()
         return super().pop(*args)
 
     def popitem(self) -> tuple[str, Any]:
-        """As `dict.popitem`."""
+        """Remove and return the last parameter as `dict.popitem` does, and advance `placement_clock`."""
         placement_clock.tick()
         return super().popitem()
 
     def clear(self) -> None:
-        """As `dict.clear`."""
+        """Remove all parameters as `dict.clear` does, and advance `placement_clock`."""
         super().clear()
         placement_clock.tick()
 

@@ -29,7 +29,7 @@ class SplitAxis(IntEnum):
 
     @property
     def label(self) -> str:
-        """`"0"` to `"3"`, `"MIRRORED"`, `"PARTIAL"` (ggml_backend_meta_split_axis_name)."""
+        """Name of the axis, `"0"` to `"3"`, `"MIRRORED"`, `"PARTIAL"` (ggml_backend_meta_split_axis_name)."""
         return self.name.removeprefix("AXIS_")
 
     @property
@@ -76,7 +76,7 @@ class SplitState(_Shards):
         return tuple(map(sum, zip(*self.segments, strict=True)))
 
     def moved(self, axis: int, times: int = 1, over: int = 1) -> SplitState:
-        """Return the state with the same segments along `axis`, their extents scaled by `times / over`.
+        """Return the state of a cut along `axis`, in the same segments, extents scaled by `times / over`.
 
         Raises:
             ArithmeticError: An extent is not divisible.
@@ -128,12 +128,12 @@ def matching_state(node: Tensor, state: SplitState, i: int) -> SplitState | None
 
 
 def has_operand(node: Tensor, i: int) -> bool:
-    """Whether optional operand `i` is present."""
+    """Whether the optional operand `i` of a node is present."""
     return len(node.src) > i and node.src[i] is not None
 
 
 def elementwise(node: Tensor, states: States) -> ShardOutcome | None:
-    """Shard rule of elementwise ops; operands may be broadcast over the first."""
+    """Shard rule of elementwise ops; cuts operands like the first cut one, and mirrors broadcast ones."""
     state = first_cut(states)
     src = node.src[states.index(state)]
     if src is None or src.ne[state.axis] != node.ne[state.axis]:
@@ -144,5 +144,5 @@ def elementwise(node: Tensor, states: States) -> ShardOutcome | None:
 
 
 def per_row(node: Tensor, states: States) -> ShardOutcome | None:
-    """Shard rule of ops that compute each row of one operand independently."""
+    """Shard rule of ops that compute each row of operand 0 by itself; it must not be cut within rows."""
     return elementwise(node, states) if states[0].is_cut and states[0].axis != 0 else None

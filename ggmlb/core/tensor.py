@@ -159,7 +159,7 @@ class Tensor(Operators):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The NumPy shape: `ne` reversed, without the trailing ones of `ne`; at least one dimension."""
+        """The NumPy shape, `ne` reversed, without the trailing ones of `ne`; at least one dimension."""
         n = self.n_dims
         return self.ne[n - 1 :: -1] if n < 4 else self.ne[::-1]
 
@@ -231,7 +231,7 @@ class Tensor(Operators):
         return self.ne[0] == self.dtype.block_size or self.nb[0] == self.dtype.type_size
 
     def has_whole_blocks(self) -> bool:
-        """Whether each row consists of whole blocks; not if a view moved dimension 0 elsewhere."""
+        """Whether each row consists of whole blocks; not in a view that moves dimension 0 of a block type."""
         moved = self.op is Op.TRANSPOSE or (self.op is Op.PERMUTE and self.params["axes"][0] != 0)
         return self.nb[0] == self.dtype.type_size and (not moved or self.layout.is_plain)
 
@@ -412,7 +412,7 @@ class Tensor(Operators):
         self.placed("copy_to").tensor_copy(self, dst)
 
     def placed(self, call: str) -> Buffer:
-        """Return the buffer that holds the data; if there is none, raise an error of `call`.
+        """Return the buffer that holds the data; if there is none, raise an error that begins with `call`.
 
         Raises:
             NotAllocatedError: The tensor is in no buffer; the message names the call.
@@ -536,7 +536,7 @@ class Tensor(Operators):
     # -- text ----------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return a short description for messages: `"MUL_MAT f32[512, 32] (node 'kq')"`."""
+        """Return a short description for messages, such as `"MUL_MAT f32[512, 32] (node 'kq')"`."""
         extents = ", ".join(map(str, self.ne[: self.n_dims]))
         kind = "leaf" if self.op is Op.NONE else "node"
         name = f" ({kind} {self.name!r})" if self.name else ""

@@ -37,7 +37,7 @@ class AttentionOps(OpBase):
         max_bias: float = 0.0,
         logit_softcap: float = 0.0,
     ) -> Tensor:
-        """Return `soft_max(q k^T * scale + slope * mask) v` (ggml_flash_attn_ext).
+        """Return attention, `soft_max(q k^T * scale + ALiBi slope * mask) v` (ggml_flash_attn_ext).
 
         Args:
             q: ne `[dk, n_q, n_head, n_batch]`.
@@ -87,7 +87,7 @@ class AttentionOps(OpBase):
         return self._op(Op.FLASH_ATTN_EXT, DType.F32, (w[0], n[2], n[1], n[3]), (q, k, v, mask, None), params)
 
     def flash_attn_ext_set_prec(self, a: Tensor, prec: Prec | int | str) -> Tensor:
-        """Choose the accumulator's precision of an attention node; return it (ggml_flash_attn_ext_set_prec).
+        """Set the accumulator's precision of attention node `a`; return `a` (ggml_flash_attn_ext_set_prec).
 
         Raises:
             ArgumentError: `a` is no attention node, or there is no such precision.
@@ -118,7 +118,7 @@ class AttentionOps(OpBase):
         return add_sinks("flash_attn_ext_add_sinks", Op.FLASH_ATTN_EXT, a, sinks)
 
     def flash_attn_back(self, q: Tensor, k: Tensor, v: Tensor, d: Tensor, masked: bool) -> Tensor:
-        """Return the gradients of q, k and v, one after the other (ggml_flash_attn_back).
+        """Return the gradients of q, k, v in one row, given `d`, that of the result (ggml_flash_attn_back).
 
         Args:
             q: ne `[n_embd, n_q, n_head, n_batch]`.

@@ -130,7 +130,7 @@ class OpBase:
 def checked(
     check: Callable[Concatenate[str, P], R], make: Callable[[S, R], Tensor], name: str, doc: str
 ) -> Callable[Concatenate[S, P], Tensor]:
-    """Create the method `name`: its arguments go to `check`, and `make` builds a node from the result.
+    """Create method `name`, docstring `doc`; it passes its arguments to `check`, the result to `make`.
 
     For methods that differ only in their node. `check` receives the method's name, for its errors.
     """
@@ -155,23 +155,23 @@ def method(fn: F, name: str, doc: str) -> F:
 
 
 def fail_shape(fn: str, why: str, *tensors: Tensor) -> NoReturn:
-    """Raise a ShapeError that names the function, its operands and the requirement."""
+    """Raise a ShapeError that names the function `fn`, its operands, and `why` they do not fit."""
     raise ShapeError(f"{fn}({', '.join(t.describe() for t in tensors)}): {why}")
 
 
 def fail_dtype(fn: str, arg: str, tensor: Tensor, *allowed: DType) -> NoReturn:
-    """Raise a DTypeError that names the operand and the types it may have."""
+    """Raise a DTypeError that names the operand `arg` of function `fn` and the types it may have."""
     names = " or ".join(d.name.lower() for d in allowed)
     raise DTypeError(f"{fn}: {arg} is {tensor.describe()}; it must be {names}")
 
 
 def fail_arg(fn: str, why: str) -> NoReturn:
-    """Raise an ArgumentError."""
+    """Raise an ArgumentError that names the function `fn` and says `why`."""
     raise ArgumentError(f"{fn}: {why}")
 
 
 def fail_contiguous(fn: str, arg: str, tensor: Tensor, what: str = "contiguous") -> NoReturn:
-    """Raise a ShapeError about an operand with unsupported strides."""
+    """Raise a ShapeError that says that the strides of operand `arg` must be `what`, such as contiguous."""
     fail_shape(fn, f"{arg} has strides nb {list(tensor.nb)}; it must be {what}: apply cont first", tensor)
 
 
@@ -193,13 +193,13 @@ def require_same_shape(fn: str, a: Tensor, b: Tensor) -> None:
 
 
 def require_type(fn: str, arg: str, tensor: Tensor, *allowed: DType) -> None:
-    """Raise a DTypeError unless the tensor has one of the types."""
+    """Raise a DTypeError about operand `arg` of function `fn` unless the tensor has one of the types."""
     if tensor.dtype not in allowed:
         fail_dtype(fn, arg, tensor, *allowed)
 
 
 def require_contiguous(fn: str, arg: str, tensor: Tensor) -> None:
-    """Raise a ShapeError unless the tensor is contiguous."""
+    """Raise a ShapeError about operand `arg` of function `fn` unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         fail_contiguous(fn, arg, tensor)
 
@@ -220,7 +220,7 @@ def require_finite(fn: str, least: float = -F32_MAX, **numbers: float) -> None:
 
 
 def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:
-    """Return the extents padded with ones to four.
+    """Return the extents `ne` padded with ones to four; errors name the function `fn`.
 
     Raises:
         ShapeError: There are none, more than four, or a negative one.

@@ -115,7 +115,7 @@ class BinaryOps(OpBase):
         return self._like(inplace, Op.ADD1, a, (a, b))
 
     def acc(self, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> Tensor:
-        """Return a copy of `a` with `b` added to a window of it (ggml_acc).
+        """Return a copy of `a` with `b` added to a window at byte `offset`, strides `nb1..nb3` (ggml_acc).
 
         The window has the shape of `b`, begins `offset` bytes into `a`, and has byte strides `nb1..nb3`.
         The node's params are `nb1, nb2, nb3, offset` and `inplace`.
@@ -140,7 +140,7 @@ class BinaryOps(OpBase):
 
 
 def is_padded_1d(a: Tensor) -> bool:
-    """Whether only rows have gaps between them (ggml_is_padded_1d)."""
+    """Whether `a` is contiguous but for gaps between rows, all of one size (ggml_is_padded_1d)."""
     ne, nb = a.ne, a.nb
     return nb[0] == a.dtype.type_size and nb[2] == nb[1] * ne[1] and nb[3] == nb[2] * ne[2]
 

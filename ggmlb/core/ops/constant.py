@@ -56,7 +56,7 @@ class ConstantOps(OpBase):
         return self._like(inplace, Op.FILL, a, (a,), {"value": c})
 
     def tri(self, a: Tensor, type: TriType | int | str) -> Tensor:
-        """Return `a` with zeros outside of a triangle of its square matrices (ggml_tri).
+        """Return `a` with zeros outside of the triangle `type` of its square matrices (ggml_tri).
 
         Raises:
             DTypeError: `a` is not f32.

@@ -87,7 +87,7 @@ class ConvDirectOps(OpBase):
         n: int,
         oc: int,
     ) -> Tensor:
-        """Return `conv_3d` as one op: f32, ne `[OW, OH, OD, oc * n]` (ggml_conv_3d_direct).
+        """Return `conv_3d` to `oc` channels in one op, f32, ne `[OW, OH, OD, oc * n]` (ggml_conv_3d_direct).
 
         The kernel `a` has ne `[KW, KH, KD, c * oc]`, for `c` channels of the data and `oc` of the result; the
         data `b` has ne `[W, H, D, c * n]`, for a batch of `n`.

@@ -86,7 +86,7 @@ class CopyOps(OpBase):
         return self._op(Op.CONT, a.dtype, ne, (a,), None, f"{a.name} (cont)" if a.name else "")
 
     def set(self, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> Tensor:
-        """Return a copy of `a` with `b` written over a window of it (ggml_set).
+        """Return a copy of `a` with `b` put into a window at byte `offset`, strides `nb1..nb3` (ggml_set).
 
         The window has the shape of `b`, begins `offset` bytes into `a`, and has byte strides `nb1..nb3`.
 
@@ -101,7 +101,7 @@ class CopyOps(OpBase):
         return self._set("set_inplace", a, b, nb1, nb2, nb3, offset, True)
 
     def set_1d(self, a: Tensor, b: Tensor, offset: int) -> Tensor:
-        """Return `set` with the strides of `a` (ggml_set_1d)."""
+        """Return a copy of `a` with `b` written at byte `offset`, with the strides of `a` (ggml_set_1d)."""
         return self._set("set_1d", a, b, *a.nb[1:], offset, False)
 
     def set_1d_inplace(self, a: Tensor, b: Tensor, offset: int) -> Tensor:
@@ -109,7 +109,7 @@ class CopyOps(OpBase):
         return self._set("set_1d_inplace", a, b, *a.nb[1:], offset, True)
 
     def set_2d(self, a: Tensor, b: Tensor, nb1: int, offset: int) -> Tensor:
-        """Return `set` with rows `nb1` bytes apart (ggml_set_2d)."""
+        """Return a copy of `a` with `b` written at byte `offset`, rows `nb1` bytes apart (ggml_set_2d)."""
         return self._set("set_2d", a, b, nb1, *a.nb[2:], offset, False)
 
     def set_2d_inplace(self, a: Tensor, b: Tensor, nb1: int, offset: int) -> Tensor:

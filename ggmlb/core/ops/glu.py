@@ -62,7 +62,7 @@ class GluOps(OpBase):
     geglu_quick, geglu_quick_swapped, geglu_quick_split = _variants(GluOp.GEGLU_QUICK, "gelu_quick")
 
     def glu(self, a: Tensor, op: GluOp | int | str, swapped: bool = False) -> Tensor:
-        """Return act(first half of each row) * second half, ne[0] halved (ggml_glu).
+        """Return act(first half of each row) * second half; with `swapped`, act(second) * first (ggml_glu).
 
         Raises:
             ShapeError: The rows of `a` have gaps, or their length is odd.
@@ -71,7 +71,7 @@ class GluOps(OpBase):
         return self._glu("glu", a, None, {"op": _unit("glu", op), "swapped": bool(swapped)})
 
     def glu_split(self, a: Tensor, b: Tensor, op: GluOp | int | str) -> Tensor:
-        """Return act(a) * b (ggml_glu_split).
+        """Return act(a) * b, with the activation of the gated unit `op` (ggml_glu_split).
 
         Raises:
             ShapeError: The rows of an operand have gaps, or the shapes differ.
@@ -81,7 +81,7 @@ class GluOps(OpBase):
         return self._glu("glu_split", a, b, {"op": _unit("glu_split", op), "swapped": False})
 
     def swiglu_oai(self, a: Tensor, b: Tensor, alpha: float, limit: float) -> Tensor:
-        """Return `g * sigmoid(alpha * g) * (u + 1)` (ggml_swiglu_oai).
+        """Return `g * sigmoid(alpha * g) * (u + 1)`, with `g = a` and `u = b` clamped (ggml_swiglu_oai).
 
         Here `g` is `a`, at most `limit`, and `u` is `b`, clamped to plus or minus `limit`.
 

@@ -26,7 +26,7 @@ class MatmulOps(OpBase):
     """mul_mat, mul_mat_set_prec, mul_mat_set_hint, mul_mat_id, out_prod."""
 
     def mul_mat(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the product of the rows of `b` with the rows of `a` (ggml_mul_mat).
+        """Return the dot product of each row of `b` with each row of `a` (ggml_mul_mat).
 
         In NumPy order, with `a` repeated over the outer dimensions of `b`: `b @ swapaxes(a, -1, -2)`.
 
@@ -62,7 +62,7 @@ class MatmulOps(OpBase):
         return _set("mul_mat_set_prec", a, "prec", as_enum("mul_mat_set_prec", Prec, prec))
 
     def mul_mat_set_hint(self, a: Tensor, hint: Hint | int | str) -> Tensor:
-        """Set a known property of the first operand of a `mul_mat` node; return it (ggml_mul_mat_set_hint).
+        """Set a known property of a `mul_mat` node's first operand; return the node (ggml_mul_mat_set_hint).
 
         Raises:
             ArgumentError: `a` is no `mul_mat` node, or there is no such hint.
@@ -70,7 +70,7 @@ class MatmulOps(OpBase):
         return _set("mul_mat_set_hint", a, "hint", as_enum("mul_mat_set_hint", Hint, hint))
 
     def mul_mat_id(self, as_: Tensor, b: Tensor, ids: Tensor) -> Tensor:
-        """Return the product of each row of `b` with the matrices that `ids` chooses (ggml_mul_mat_id).
+        """Return the product of each row of `b` with the matrices of `as_` chosen by `ids` (ggml_mul_mat_id).
 
         Args:
             as_: One matrix per expert, ne `[k, n, n_experts]`, not transposed.

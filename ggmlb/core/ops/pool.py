@@ -22,7 +22,7 @@ class PoolOps(OpBase):
     """pool_1d, pool_2d, pool_2d_back."""
 
     def pool_1d(self, a: Tensor, op: OpPool | int | str, k0: int, s0: int, p0: int = 0) -> Tensor:
-        """Return the maximum or mean of a window sliding along the rows (ggml_pool_1d).
+        """Return the maximum or mean, as `op` says, of a window sliding along the rows (ggml_pool_1d).
 
         Raises:
             ShapeError: The window is larger than the padded row.
@@ -43,7 +43,7 @@ class PoolOps(OpBase):
         p0: float = 0,
         p1: float = 0,
     ) -> Tensor:
-        """Return the maximum or mean of a window sliding over planes (ggml_pool_2d).
+        """Return the maximum or mean, as `op` says, of a window sliding over planes (ggml_pool_2d).
 
         Raises:
             ShapeError: The window is larger than the padded plane.

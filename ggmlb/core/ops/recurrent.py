@@ -43,7 +43,7 @@ class RecurrentOps(OpBase):
     def ssm_scan(
         self, s: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, ids: Tensor, K: int = 1
     ) -> Tensor:
-        """Return the selective scan of a state space model, Mamba 1 or 2 (ggml_ssm_scan).
+        """Return the outputs and last `K` states of the selective scan of Mamba 1 or 2 (ggml_ssm_scan).
 
         Args:
             s: Contiguous states, ne `[d_state, head_dim, n_head, n_states]`.
@@ -84,7 +84,7 @@ class RecurrentOps(OpBase):
         return self._op(Op.SSM_SCAN, DType.F32, (size, 1, 1, 1), (s, x, dt, A, B, C, ids), {"k": K})
 
     def rwkv_wkv6(self, k: Tensor, v: Tensor, r: Tensor, tf: Tensor, td: Tensor, state: Tensor) -> Tensor:
-        """Return the RWKV-6 recurrence (ggml_rwkv_wkv6).
+        """Return the outputs and new states of the RWKV-6 recurrence, in one tensor (ggml_rwkv_wkv6).
 
         Args:
             k: Keys, ne `[S, H, n_tokens]`; all operands are contiguous.
@@ -133,7 +133,7 @@ class RecurrentOps(OpBase):
     def gated_delta_net(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, K: int = 1
     ) -> Tensor:
-        """Return the gated delta rule (ggml_gated_delta_net).
+        """Return the outputs and last `K` states of the gated delta rule in a tensor (ggml_gated_delta_net).
 
         Args:
             q: ne `[S, H_k, n_tokens, n_seqs]`, rows contiguous; `H_k` divides `H`.

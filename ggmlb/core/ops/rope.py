@@ -182,7 +182,7 @@ class RopeOps(OpBase):
     )
 
     def rope_set_offset(self, a: Tensor, offset: int) -> Tensor:
-        """Let a rope node rotate its dimensions from `offset` on; return the node (ggml_rope_set_offset).
+        """Let ROPE node `a` rotate its dimensions from `offset` on; return the node (ggml_rope_set_offset).
 
         Raises:
             ArgumentError: `a` is no rope node, or the rotated dimensions end beyond its rows.

@@ -16,7 +16,7 @@ class RowOps(OpBase):
     """get_rows, get_rows_back, set_rows."""
 
     def get_rows(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the rows of `a` selected by `b` (ggml_get_rows).
+        """Return the rows of `a` whose numbers are in `b` (ggml_get_rows).
 
         Args:
             a: ne `[n, n_rows, m, l]`, any type.
@@ -60,7 +60,7 @@ class RowOps(OpBase):
         return self._op(Op.GET_ROWS_BACK, DType.F32, (r[0], r[1], 1, 1), (a, b))
 
     def set_rows(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        """Write the rows of `b` into the rows of `a` selected by `c`; return a view of `a` (ggml_set_rows).
+        """Write row `i` of `b` to row `c[i]` of `a`, for all `i`; return a view of `a` (ggml_set_rows).
 
         The node's sources are `(b, c, a)`, as in ggml.
 

@@ -55,7 +55,7 @@ class SoftmaxOps(OpBase):
     def soft_max_ext(
         self, a: Tensor, mask: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0
     ) -> Tensor:
-        """Return the soft_max per row of `a * scale + slope * mask` (ggml_soft_max_ext).
+        """Return `soft_max(a * scale + ALiBi slope * mask)` per row (ggml_soft_max_ext).
 
         Args:
             a: Contiguous, ne `[n_kv, n_q, n_head, n_batch]`.
@@ -81,7 +81,7 @@ class SoftmaxOps(OpBase):
         return self._op_into(Op.SOFT_MAX, a, (a, mask, None), params)
 
     def soft_max_add_sinks(self, a: Tensor, sinks: Tensor | None) -> Tensor:
-        """Give a soft_max node one sink logit per head, added to its sum; None removes them.
+        """Give a soft_max node a sink logit per head, which only its denominator counts; None removes them.
 
         Source: ggml_soft_max_add_sinks.
 
@@ -161,7 +161,7 @@ def _check(fn: str, a: Tensor, mask: Tensor | None, scale: float, max_bias: floa
 
 
 def add_sinks(fn: str, op: Op, a: Tensor, sinks: Tensor | None) -> Tensor:
-    """Set `sinks` as the last source of a soft_max or flash attention node.
+    """Set `sinks` (a logit per head; None removes them) in `a`, a soft_max or attention node; return `a`.
 
     Raises:
         ArgumentError: `a` is another node, or has sinks already.

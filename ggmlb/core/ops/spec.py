@@ -1,7 +1,7 @@
 """OpSpec, the properties of an op besides its shape rule; gradient rules shared by several ops.
 
-The allocator, the meta device and the backward pass read them. Backends have the rules that compute an op;
-`ggmlb.testing.ops` has its test cases and timings.
+The allocator, the meta device (several devices as one) and the backward pass read these properties. Backends
+have the rules that compute an op; `ggmlb.testing.ops` has its test cases and timings.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class OpSpec:
 
 
 def flat(c: Context, t: Tensor) -> Tensor:
-    """Return `t`, or a copy if it is not contiguous."""
+    """Return `t` if it is contiguous, else a node of the context `c` that copies it."""
     return t if t.is_contiguous() else c.cont(t)
 
 
 def pass_gradient(c: Context, node: Tensor, grad: Tensor) -> Tensor:
-    """Backward rule of derivative 1: the node's gradient, in the shape of operand 0."""
+    """Backward rule of an op with derivative 1; returns the node's gradient, in the shape of operand 0."""
     a = node.operand(0)
     return grad if grad.ne == a.ne else c.reshape(grad, a)
 
@@ -67,10 +67,10 @@ def zero_gradient(c: Context, node: Tensor, grad: Tensor) -> None:
 
 
 def summed(c: Context, grad: Tensor, to: Tensor) -> Tensor:
-    """Return the gradient of an operand that was broadcast to the shape of `grad`."""
+    """Return the gradient of `to`, an operand broadcast to the shape of `grad`, by adding over repeats."""
     return grad if grad.ne == to.ne else c.repeat_back(grad, to)
 
 
 def copy_window(c: Context, grad: Tensor, like: Tensor, offset: int, nb: tuple[int, int, int]) -> Tensor:
-    """Return a contiguous copy of a window of `grad`: the shape of `like`, byte strides `nb`."""
+    """Return a contiguous copy of `grad` from byte `offset` on, of the ne of `like`, byte strides `nb`."""
     return c.cont(c.view_4d(grad, *like.ne, *nb, offset))

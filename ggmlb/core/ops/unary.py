@@ -100,7 +100,10 @@ class UnaryOps(OpBase):
         return self._op_into(Op.UNARY, a, (a,), {"op": as_enum("unary_inplace", UnaryOp, op)})
 
     def leaky_relu(self, a: Tensor, negative_slope: float, inplace: bool = False) -> Tensor:
-        """Return `a` where positive, else `negative_slope * a`; param `negative_slope` (ggml_leaky_relu)."""
+        """Return `a` where positive, else `negative_slope * a` (ggml_leaky_relu).
+
+        The node's param is `negative_slope`; with `inplace`, it writes into the memory of `a`.
+        """
         require_finite("leaky_relu", negative_slope=negative_slope)
         return self._like(inplace, Op.LEAKY_RELU, a, (a,), {"negative_slope": negative_slope})
 

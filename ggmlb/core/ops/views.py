@@ -51,7 +51,7 @@ class ViewOps(OpBase):
         return self._window("view_2d", a, (ne0, ne1, 1, 1), (a.dtype.type_size, nb1, nb2, nb2), offset)
 
     def view_3d(self, a: Tensor, ne0: int, ne1: int, ne2: int, nb1: int, nb2: int, offset: int = 0) -> Tensor:
-        """Return a view of three extents with byte strides `nb1` and `nb2` (ggml_view_3d).
+        """Return a view, ne `[ne0, ne1, ne2]`, byte strides `nb1`, `nb2`, from byte `offset` (ggml_view_3d).
 
         Raises:
             ShapeError: An extent or stride is negative, or `ne0` is not a whole number of blocks.
@@ -64,7 +64,7 @@ class ViewOps(OpBase):
     def view_4d(
         self, a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int, nb1: int, nb2: int, nb3: int, offset: int = 0
     ) -> Tensor:
-        """Return a view of four extents with byte strides `nb1`, `nb2` and `nb3` (ggml_view_4d).
+        """Return a view of four extents, byte strides `nb1..nb3`, from byte `offset` of `a` (ggml_view_4d).
 
         Raises:
             ShapeError: An extent or stride is negative, or `ne0` is not a whole number of blocks.
@@ -182,7 +182,7 @@ def _fail_bounds(fn: str, a: Tensor, ne: Ne, nb: Ne, offset: int, root: Tensor) 
 
 
 def view_base(node: Tensor) -> Tensor:
-    """Return the tensor at the start of a chain of views."""
+    """Return the tensor that a chain of views begins with; `node` itself if it is no view."""
     while node.op in (Op.VIEW, Op.RESHAPE, Op.PERMUTE, Op.TRANSPOSE):
         node = node.operand(0)
     return node

@@ -65,7 +65,7 @@ class WindowOps(OpBase):
         return self._op(Op.GET_REL_POS, DType.F16, (a.ne[0], kh, qh, 1), (a,))
 
     def add_rel_pos(self, a: Tensor, pw: Tensor, ph: Tensor) -> Tensor:
-        """Return attention logits plus their relative position terms (ggml_add_rel_pos).
+        """Return attention logits `a` plus terms of relative position, `pw` and `ph` (ggml_add_rel_pos).
 
         Args:
             a: Contiguous, ne `[k * k, h * w, n]`.

@@ -21,7 +21,7 @@ _WRITE_VALUES = 1 << 16
 
 
 def read(codec: Codec, values: Floats, rows: Bytes) -> None:
-    """Fill float32 `values` from rows of blocks; both are contiguous with equally many elements."""
+    """Fill float32 `values` from rows of the codec's blocks; both contiguous, equally many elements."""
     if not rows.size:
         return
     blocks = rows.reshape(-1).view(codec.layout)
@@ -33,7 +33,7 @@ def read(codec: Codec, values: Floats, rows: Bytes) -> None:
 
 
 def write(codec: Codec, rows: Bytes, values: Floats) -> None:
-    """Fill rows of blocks from float32 `values`; both are contiguous with equally many elements."""
+    """Fill rows of the codec's blocks from float32 `values`; both contiguous, equally many elements."""
     assert codec.write is not None
     if not rows.size:
         return

@@ -47,12 +47,12 @@ class Codec:
 
 
 def runs(k: int, width: int) -> tuple[str, int]:
-    """Return the type, for `layout`, of a field of `k` arrays of `width` packed bytes."""
+    """Return the type, for `layout`, of a block's field of `k` byte strings of `width` packed bytes."""
     return f"V{width}", k
 
 
 def layout(**fields: str | tuple[str, int]) -> np.dtype[Any]:
-    """Return a packed structured dtype of scalars and of `(type, count)` arrays."""
+    """Return a packed structured dtype of a block's fields, scalar types or `(type, count)` of arrays."""
     return np.dtype(
         [
             (name, spec) if isinstance(spec, str) else (name, spec[0], (spec[1],))
@@ -67,13 +67,13 @@ def f32(field: npt.NDArray[Any]) -> Floats:
 
 
 def planes(field: Blocks) -> Bytes:
-    """Return a field of `runs`, transposed to uint8 `(k, n_blocks, width)`."""
+    """Return a field of `(n_blocks, k)` byte strings, transposed to uint8 `(k, n_blocks, width)`."""
     out = np.ascontiguousarray(field.T)
     return out.view(np.uint8).reshape(*out.shape, -1)
 
 
 def blockwise(codes: Bytes) -> Bytes:
-    """Return planes `(k, n_blocks, width)` as `(n_blocks, k, width)`: block after block."""
+    """Reorder planes, bytes of shape `(k, n_blocks, width)`, to `(n_blocks, k, width)`, block after block."""
     k, n, width = codes.shape
     out = np.empty((n, k), f"V{width}")
     for i, plane in enumerate(codes.reshape(k, n * width).view(out.dtype)):

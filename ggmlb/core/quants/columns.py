@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def total(columns: Floats) -> Floats:
-    """The sum of each block, added in order."""
+    """Return the sum of each column (the values of one block, along axis -2), added in order."""
     out: Floats = np.add.reduce(columns, axis=-2)
     return out
 
 
 def magnitude(columns: Floats) -> Floats:
-    """The largest absolute value of each block; 0 if all are NaN."""
+    """Return the largest absolute value of each column (the values of one block); 0 if all are NaN."""
     high: Floats = np.fmax.reduce(columns, -2)
     low: Floats = np.fmin.reduce(columns, -2)
     out: Floats = np.fmax(np.abs(np.maximum(high, -low)), np.float32(0))  # of zeros +0, never -0
@@ -32,7 +32,7 @@ def magnitude(columns: Floats) -> Floats:
 
 
 def peak(columns: Floats) -> Floats:
-    """The first value of the largest magnitude in each block; +0 if all are zero or NaN."""
+    """Return the first value of largest magnitude in each column (one block); +0 if all are zero or NaN."""
     high: Floats = np.fmax.reduce(columns, -2)
     low: Floats = np.fmin.reduce(columns, -2)
     out: Floats = np.where(high > -low, high, low)
@@ -51,7 +51,7 @@ def ratio(numerator: float, d: Floats) -> Floats:
 
 
 def round_away(columns: Floats) -> Floats:
-    """Round to integers in place, halves away from zero, as C's `roundf` (for magnitudes below 2^23)."""
+    """Round values to integers in place, halves away from zero, as C's `roundf` (magnitudes below 2^23)."""
     almost_half = columns.view(np.int32) & np.int32(-(1 << 31))
     almost_half |= np.int32(0x3EFFFFFF)  # the float before 0.5, with the sign of the value
     columns += almost_half.view(np.float32)
@@ -85,6 +85,6 @@ def pack(codes: Bytes, n_bits: int) -> Bytes:
 
 
 def put(blocks: Blocks, name: str, data: Ints) -> None:
-    """Fill a field of blocks from columns of bytes, `(..., n_blocks)`."""
+    """Fill the field `name` of blocks from columns of bytes, `(..., n_blocks)`."""
     field = blocks[name]
     field.view(np.uint8)[...] = data.reshape(-1, len(blocks)).view(np.uint8).T

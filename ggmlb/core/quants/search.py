@@ -24,12 +24,12 @@ TINY = np.float32(1e-15)
 
 
 def per_run(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Add an axis, so that values per run broadcast over the run's elements."""
+    """Insert axis 1, so that values `(n_runs, n_blocks)`, one per run, broadcast over each run's elements."""
     return values[:, None]
 
 
 def rounded(columns: Floats, least: int, most: int) -> Floats:
-    """Round in place, halves to even, and clip."""
+    """Round values to whole numbers in place, halves to even, and clip them to `least` and `most`."""
     np.rint(columns, out=columns)
     return np.clip(columns, np.float32(least), np.float32(most), out=columns)
 
@@ -142,7 +142,7 @@ def fit_signed(x: Floats, half: int) -> tuple[Floats, Floats]:
 
 
 def fit_signed_by_descent(x: Floats, half: int) -> tuple[Floats, Floats]:
-    """Fit as `fit_signed`, by improving one code at a time (make_q3_quants).
+    """Fit `x = (code - half) * scale`, like `fit_signed`, by improving one code at a time (make_q3_quants).
 
     Returns:
         `(scale, codes)`.
