@@ -241,7 +241,7 @@ class Backend(Freeable):
         stride_tensor: int,
         stride_data: int,
     ) -> None:
-        """Queue a strided write; see `Buffer.set_tensor_2d` (ggml_backend_tensor_set_2d_async)."""
+        """Queue a write in strided pieces, as `Buffer.set_tensor_2d` (ggml_backend_tensor_set_2d_async)."""
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
         call = "set_tensor_2d_async"
         move(call, True, tensor.placed(call), tensor, data, pieces, self._set_tensor_2d_async, self)
@@ -256,7 +256,7 @@ class Backend(Freeable):
         stride_tensor: int,
         stride_data: int,
     ) -> None:
-        """Queue a strided read; see `Buffer.get_tensor_2d` (ggml_backend_tensor_get_2d_async)."""
+        """Queue a read in strided pieces, as `Buffer.get_tensor_2d` (ggml_backend_tensor_get_2d_async)."""
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
         call = "get_tensor_2d_async"
         move(call, False, tensor.placed(call), tensor, data, pieces, self._get_tensor_2d_async, self)

@@ -92,11 +92,11 @@ class Buffer(Freeable):
 
     @property
     def allocations(self) -> tuple[Buffer, ...]:
-        """The underlying allocations: itself, or the buffers that it consists of."""
+        """The underlying allocations, either the buffer itself or those of its parts."""
         return (self,)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
-        """Return `root`, or its slices on each device; `root` must not be a view."""
+        """Return `root`, a tensor that is no view, or its slice on each device if the buffer cuts it."""
         return (root,)
 
     @property
@@ -114,11 +114,11 @@ class Buffer(Freeable):
         return self.buft.alloc_size(tensor)
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Type and byte strides as stored in this memory; see `BufferType.stored_layout`."""
+        """Type and byte strides with which this memory stores a tensor; by default the tensor's own."""
         return self.buft.stored_layout(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the layout in which this memory packs a tensor's blocks; see `BufferType.packing`."""
+        """Name of the layout in which this memory packs a tensor's blocks; empty for ggml's."""
         return self.buft.packing(tensor)
 
     @property
@@ -251,7 +251,7 @@ class Buffer(Freeable):
         tensor_copy(src, dst)
 
     def init_tensor(self, tensor: Tensor) -> None:
-        """Initialise a tensor in this buffer (ggml_backend_buffer_init_tensor)."""
+        """Let this memory prepare a newly placed tensor, if it needs to (ggml_backend_buffer_init_tensor)."""
         self._init_tensor(tensor)
 
     def clear(self, value: int = 0) -> None:
@@ -307,7 +307,7 @@ class Buffer(Freeable):
         return self._as_array(tensor, tensor.dtype.numpy, shape, strides)
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """Wait for queued work, and return `as_array`, for array protocols such as DLPack."""
+        """Wait for queued work; return `as_array(tensor)` for a protocol such as DLPack, named `call`."""
         if observers:
             return Action(call, None, [reading(tensor)]).run(self.as_array, tensor)
         return self.as_array(tensor)
@@ -315,7 +315,7 @@ class Buffer(Freeable):
     # -- checks --------------------------------------------------------------------------------
 
     def check_holds(self, tensor: Tensor, call: str) -> None:
-        """Raise unless the tensor is in this buffer, with whole blocks in its rows.
+        """Raise unless the tensor is in this buffer, with whole blocks in its rows; errors begin with `call`.
 
         Raises:
             ArgumentError: It is in another buffer, or in none.
@@ -350,7 +350,7 @@ class Buffer(Freeable):
             )
 
     def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> tuple[int, int]:
-        """Check a byte range of a tensor; return its offset and size as Python's integers.
+        """Check a byte range of a tensor; return offset and size as Python ints. Errors begin with `call`.
 
         Raises:
             ArgumentError: The tensor is in another buffer.
@@ -426,7 +426,7 @@ class Buffer(Freeable):
 
 
 class PartedBuffer(Buffer):
-    """A buffer made of others, which it clears, frees and gives its `usage`.
+    """A buffer made of other buffers; it passes its `usage`, `clear`, `reset` and `free` on to them.
 
     Attributes:
         parts: The buffers it consists of.

@@ -113,7 +113,7 @@ class BufferType(Unique, ABC):
         return None
 
     def out_of_memory(self, asked: int, detail: str = "") -> AllocationError:
-        """Return the error for a failed allocation, with the device's free and total memory."""
+        """Return the error that `asked` bytes did not fit, with free and total memory and a `detail`."""
         free, total = self.device.memory
         return AllocationError(
             f"{self.name}: no room for {asked:,} bytes ({free:,} of {total:,} free)"

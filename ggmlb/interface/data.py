@@ -39,7 +39,7 @@ class Pieces(NamedTuple):
     stride_data: int
 
     def checked(self, call: str, tensor: Tensor, data: Bytes) -> Pieces:
-        """Return the pieces as Python ints, checked against the data.
+        """Return the pieces as Python ints, checked against `data`; errors begin with `call`.
 
         Raises:
             BoundsError: A number is negative, or a piece ends beyond the data.
@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
         return pieces
 
     def extent(self, stride: int) -> int:
-        """Return the bytes from the start of the first piece to the end of the last."""
+        """Return the bytes from first piece's start to last one's end, pieces `stride` bytes apart."""
         return (self.n - 1) * stride + self.size if self.n else 0
 
     def starts(self) -> Iterator[int]:
@@ -87,7 +87,7 @@ def as_bytes(data: Source) -> Bytes:
 
 
 def new_bytes(call: str, tensor: Tensor, size: int) -> Bytes:
-    """Return an array for bytes of a tensor.
+    """Return a new, uninitialised array for `size` bytes of a tensor; errors begin with `call`.
 
     Raises:
         AllocationError: There is not enough memory.
@@ -101,7 +101,7 @@ def new_bytes(call: str, tensor: Tensor, size: int) -> Bytes:
 
 
 def host_bytes(array: Source, call: str, *, is_written: bool = False) -> Bytes:
-    """View an array's own memory as flat bytes.
+    """View an array's own memory as flat bytes, to be read or, if `is_written`, written; errors name `call`.
 
     Raises:
         ArgumentError: It is not a C-contiguous NumPy array, holds objects, or is read-only but to be written.

@@ -83,13 +83,13 @@ class Device(Unique, ABC):
 
     @property
     def is_automatic(self) -> bool:
-        """Whether it may be chosen automatically; devices of other packages must be named."""
+        """Whether the device may be chosen automatically; devices of other packages must be named."""
         return type(self.reg).__module__.startswith("ggmlb.") and not self.by_name_only
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Unique name, as `CPU`, `CUDA0`, `OpenCL1` (ggml_backend_dev_name)."""
+        """Unique name, such as `CPU`, `CUDA0`, `OpenCL1` (ggml_backend_dev_name)."""
 
     @property
     @abstractmethod
@@ -99,7 +99,7 @@ class Device(Unique, ABC):
     @property
     @abstractmethod
     def type(self) -> DeviceType:
-        """Its kind (ggml_backend_dev_type)."""
+        """Kind of the device, such as CPU or GPU (ggml_backend_dev_type)."""
 
     @property
     @abstractmethod
@@ -108,7 +108,7 @@ class Device(Unique, ABC):
 
     @property
     def caps(self) -> Caps:
-        """Optional capabilities."""
+        """Optional capabilities of the device, such as events; none by default."""
         return Caps()
 
     @property
@@ -140,7 +140,7 @@ class Device(Unique, ABC):
         """
 
     def check_params(self, params: Mapping[str, Any] | None, *known: str) -> dict[str, Any]:
-        """Return the settings given to `init_backend`, checked against the known names.
+        """Return the settings `params` of `init_backend`, after checking that their names are in `known`.
 
         Raises:
             ArgumentError: A name is unknown.
@@ -250,7 +250,7 @@ class BackendReg(Unique, ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Unique name, as `CPU`, `CUDA`, `OpenCL` (ggml_backend_reg_name)."""
+        """Unique name, such as `CPU`, `CUDA`, `OpenCL` (ggml_backend_reg_name)."""
 
     @property
     @abstractmethod

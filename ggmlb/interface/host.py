@@ -33,7 +33,7 @@ def aligned_empty(nbytes: int, alignment: int = ALIGNMENT) -> Bytes:
 
 
 def allocate(buft: BufferType, nbytes: int) -> Bytes:
-    """Allocate host memory for a buffer, with the alignment of its tensors.
+    """Allocate `nbytes` of host memory for a buffer of type `buft`, at the type's alignment.
 
     Raises:
         AllocationError: The system lacks room.
@@ -57,7 +57,7 @@ class HostBufferType(BufferType):
 
 
 class HostBuffer(Buffer):
-    """A buffer in host memory; read-only if its array is.
+    """A buffer over a NumPy array of host memory; read-only if the array is.
 
     The memory stays allocated while any NumPy view of it exists, also after `free`.
     """

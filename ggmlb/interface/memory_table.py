@@ -19,7 +19,7 @@ Space = tuple[BufferType, int]
 
 
 class Use(NamedTuple):
-    """Bytes of one kind of contents in one buffer type.
+    """Bytes of one kind of contents, such as weights, in memory of one buffer type.
 
     Attributes:
         device: The device whose memory it is; `HOST` for the machine's.
@@ -66,7 +66,7 @@ class MemoryTable:
         return list(dict.fromkeys(use.device for use in self.uses))
 
     def total(self, device: str | None = None, kind: str | None = None) -> int:
-        """Return the bytes on a device, of a kind, or in all."""
+        """Return the total bytes, of one device or all, and of one kind of contents or all."""
         return sum(u.nbytes for u in self.uses if device in (None, u.device) and kind in (None, u.kind))
 
     def __eq__(self, other: object) -> bool:
@@ -102,7 +102,7 @@ class MemoryReport(NamedTuple):
     allocated: MemoryTable
 
     def rows(self) -> list[tuple[Use, Use]]:
-        """Return pairs of planned and allocated use."""
+        """Return pairs of planned and allocated `Use`, one per device, memory and kind of contents."""
         planned, real = ({use[:3]: use for use in table} for table in self)
         keys = dict.fromkeys([*planned, *real])
         return [(planned.get(key, Use(*key, 0)), real.get(key, Use(*key, 0))) for key in keys]

@@ -115,12 +115,12 @@ def stop(observer: Observer) -> None:
 
 
 def reading(tensor: Tensor) -> Access:
-    """Return the read access of a placed tensor."""
+    """Return the `Access` (buffer and byte range) that reads a whole placed tensor."""
     return Access(tensor.placed("read"), tensor.offset, tensor.offset + tensor.nbytes, False, tensor)
 
 
 def writing(tensor: Tensor) -> Access:
-    """Return the write access of a placed tensor."""
+    """Return the `Access` (buffer and byte range) that writes a whole placed tensor."""
     return Access(tensor.placed("write"), tensor.offset, tensor.offset + tensor.nbytes, True, tensor)
 
 

@@ -38,5 +38,5 @@ def set_n_threads(backend: Backend, n: int) -> None:
 
 @checked
 def dev_get_extra_bufts(device: Device) -> list[BufferType]:
-    """Return `Device.extra_bufts` (ggml_backend_dev_get_extra_bufts_t)."""
+    """Return a device's buffer types that repack weights (ggml_backend_dev_get_extra_bufts_t)."""
     return list(device.extra_bufts)

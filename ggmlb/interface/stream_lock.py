@@ -46,7 +46,7 @@ class StreamLock:
         _all.add(self)
 
     def run(self, owner: Freeable, work: Callable[[Arg], Result], arg: Arg) -> Result:
-        """Call `work(arg)` under the lock.
+        """Call `work(arg)` while holding the lock of the backend `owner`.
 
         Raises:
             GraphError: The holder of the lock waits (or seems to wait) for this call.

@@ -95,7 +95,7 @@ def move(
     stream: Backend | None = None,
     size: int | None = None,
 ) -> Bytes:
-    """Transfer data between host memory and a tensor: check it, notify observers, call the hook.
+    """Check a transfer between host memory `data` and a tensor, notify observers, and let `hook` move it.
 
     Args:
         call: The public method.

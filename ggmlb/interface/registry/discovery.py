@@ -135,7 +135,7 @@ def whole_imports() -> Iterator[None]:
 
 
 def checked_reg(reg: Any, source: str) -> BackendReg:
-    """Check API version and type of the result of `backend_reg()`; return it.
+    """Return the registration `reg` after checking its type and API version; errors begin with its `source`.
 
     Raises:
         BackendBroken: It has another API version (`found`, `expected`), or is not a registration.

@@ -53,7 +53,7 @@ class Unavailable(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A backend in use, with its `Candidate.target`; empty if it was registered directly."""
+    """A backend in use; `target` is that of its `Candidate`, empty if it was registered directly."""
 
     reg: BackendReg
     devices: tuple[Device, ...]
@@ -154,7 +154,7 @@ class Registry:
     # -- loading -------------------------------------------------------------------------------
 
     def load(self, where: str | os.PathLike[str]) -> BackendReg:
-        """Load one backend, or return it if already loaded.
+        """Load the backend at `where` (a module, file or folder), or return it if already loaded.
 
         Args:
             where: A module's name (`"pkg.mod"` or `"pkg.mod:factory"`), a `.py` file, or the folder of
