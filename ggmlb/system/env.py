@@ -7,26 +7,26 @@ from collections.abc import Mapping
 
 
 def text(name: str) -> str | None:
-    """Return the value of a variable; `None` if it is unset or empty."""
+    """Return the value of an environment variable; `None` if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def flag(name: str, default: bool) -> bool:
-    """Return whether a variable is not `0`; the default if it is unset or empty."""
+    """Return whether an environment variable is not `0`; the default if it is unset or empty."""
     value = text(name)
     return default if value is None else value != "0"
 
 
 def paths(name: str) -> list[str]:
-    """Return the paths of a variable, separated as in PATH."""
+    """Return the paths in an environment variable, separated as in PATH."""
     return [path for path in (text(name) or "").split(os.pathsep) if path]
 
 
 def put(name: str, value: str) -> None:
-    """Set a variable, for this process and its children."""
+    """Set an environment variable, for this process and its children."""
     os.environ[name] = value
 
 
 def extended(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with more variables, for a child process."""
+    """Return the environment variables of this process with `more` added, for a child process."""
     return {**os.environ, **more}

@@ -25,13 +25,13 @@ INFO: Final = 20
 
 
 def is_enabled(area: str, level: int) -> bool:
-    """Return whether a level is logged, so that costly records are made only if needed."""
+    """Return whether an area (logger below `ggmlb`) logs a level, so that costly records need not be made."""
     logging = sys.modules.get("logging")
     return logging is not None and logging.getLogger(f"ggmlb.{area}").isEnabledFor(level)
 
 
 def record(area: str, level: int, message: str, *args: object) -> None:
-    """Write a record.
+    """Write a log record of an area, a logger below `ggmlb`.
 
     Args:
         area: The logger, below `ggmlb`: `devices`, `kernels`, `plans`, `scheduler`.
@@ -46,7 +46,7 @@ def record(area: str, level: int, message: str, *args: object) -> None:
 
 @contextmanager
 def timed(area: str, level: int, message: str, *args: object) -> Iterator[None]:
-    """Context manager that writes a record with the block's duration, or with the error that ended it."""
+    """Context manager that logs `message` with the block's duration, or with the error that ended it."""
     start = perf_counter()
     try:
         yield
@@ -57,7 +57,7 @@ def timed(area: str, level: int, message: str, *args: object) -> Iterator[None]:
 
 
 def show(level: str) -> None:
-    """Show records of a level and above on standard error.
+    """Show log records of a level and above on standard error.
 
     Raises:
         ValueError: There is no such level.

@@ -39,7 +39,7 @@ def resident_nbytes() -> int | None:
 
 
 def checked_n_threads(n: int) -> int:
-    """Check a number of threads given by a user.
+    """Return a number of threads given by a user, after checking that it is a whole number in range.
 
     Raises:
         ArgumentError: It is not a whole number from 1 to `MAX_THREADS`.
@@ -90,7 +90,7 @@ class ProcessState:
         atexit.register(self._end)
 
     def check_not_exiting(self, call: str) -> None:
-        """Stop this thread silently if Python is exiting in another one.
+        """End this thread silently, by SystemExit naming `call`, if Python is exiting in another thread.
 
         Raises:
             SystemExit: Python is exiting, in another thread.
@@ -128,7 +128,7 @@ class LibraryGuard:
         process_state.busy.append(self._is_busy)
 
     def check(self, call: str) -> None:
-        """Raise in a forked process, and in a daemon thread at exit.
+        """Raise in a process forked after the library's first use, and in a daemon thread while Python exits.
 
         Raises:
             BackendError: The process was forked after the library was first used.

@@ -29,7 +29,7 @@ SHOW_AFTER_S: Final = 1.0
 
 
 class Task:
-    """Progress of a task, made by `task`.
+    """A long task, made by the function `task`, whose progress is shown step by step.
 
     Attributes:
         n_done: Steps finished.
@@ -50,7 +50,7 @@ class Task:
         self._is_enabled = env.flag("GGMLB_PROGRESS", default=self._live)
 
     def step(self, name: str) -> None:
-        """Begin a step, and show the name."""
+        """Begin the step `name`, and show that name with the progress."""
         with self._lock:
             if self._name:
                 self.n_done += 1
@@ -103,7 +103,7 @@ def task(what: str, n_steps: int | None = None) -> Iterator[Task]:
     """Context manager of a task whose steps are shown if it takes more than a second.
 
     Args:
-        what: Device and work, as `"OpenCL0: compiling kernels"`.
+        what: Device and work, such as `"OpenCL0: compiling kernels"`.
         n_steps: Number of steps; `None` if unknown.
     """
     this = Task(what, n_steps)
