@@ -96,7 +96,7 @@ class Buffer(Freeable):
         return (self,)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
-        """Return `root`, a tensor that is no view, or its slice on each device if the buffer cuts it."""
+        """Return `root`, a tensor that is no view, or its slice on each device if the buffer has several."""
         return (root,)
 
     @property
