@@ -99,7 +99,7 @@ class Unfit(Exception):
 
 
 class Ggml:
-    """A loaded library: its functions by name without the prefix `ggml_`.
+    """A loaded ggml library: its functions by name without the prefix `ggml_`.
 
     Args:
         parts: The library's files, each after those that it needs.
@@ -130,7 +130,7 @@ class Ggml:
 
 
 def load(parts: Sequence[str], folder: str = "") -> Ggml:
-    """Load the files of a library; if it has no built-in backend, also the backend plugins in `folder`.
+    """Load a ggml library from its files (`parts`), and the plugins in `folder` if no backend is built in.
 
     Raises:
         OSError, Unfit: As `Ggml`.
@@ -241,7 +241,7 @@ _Slot = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)
 
 
 def slots(ggml: Ggml, accessors: Accessors) -> dict[str, int]:
-    """Return the index of each function pointer in an interface struct; -1 if not found."""
+    """Return the indices of function pointers in an interface struct by calling `accessors`; -1: unknown."""
     called: list[int] = []
     room = ctypes.create_string_buffer(1024)
 
@@ -299,7 +299,7 @@ def left_out(folder: str, backends: Sequence[str]) -> dict[str, str]:
 
 
 def memory_of(c: Functions, device: int) -> tuple[int, int]:
-    """Return free and total memory of a device [bytes]."""
+    """Return free and total memory of a device [bytes], by the functions `c` of its library."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     c["backend_dev_memory"](device, ctypes.addressof(free), ctypes.addressof(total))
     return free.value, total.value

@@ -30,7 +30,7 @@ _ALLOC_FAILED: Final = -2
 
 
 class GgmlEvent(Event):
-    """A ggml event.
+    """An event of a ggml device (`ggml_backend_event_t`).
 
     Attributes:
         handle: The C event.
@@ -54,7 +54,7 @@ class GgmlEvent(Event):
 
 
 class GgmlBackend(Backend):
-    """A ggml backend: a stream.
+    """A stream on a ggml device (`ggml_backend_t`).
 
     Attributes:
         handle: The C backend.

@@ -25,7 +25,7 @@ WORD: Final = 4
 
 
 class GgmlBufferType(BufferType):
-    """A ggml buffer type.
+    """A buffer type of a ggml device (`ggml_backend_buffer_type_t`).
 
     Attributes:
         handle: The C buffer type.
@@ -75,7 +75,7 @@ class GgmlBufferType(BufferType):
 
 
 class GgmlBuffer(Buffer):
-    """A ggml buffer.
+    """A buffer of a ggml device (`ggml_backend_buffer_t`).
 
     Attributes:
         handle: The C buffer.
@@ -105,7 +105,7 @@ class GgmlBuffer(Buffer):
 
     @property
     def prepares_tensors(self) -> bool:
-        """Whether tensors placed here need ggml's `init_tensor`; in compute buffers, plans call it."""
+        """Whether placing a tensor calls ggml's `init_tensor`; not in compute buffers: there plans do."""
         return self._prepares and self._usage is not BufferUsage.COMPUTE
 
     def c_tensor(self, tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
@@ -116,7 +116,7 @@ class GgmlBuffer(Buffer):
         return memory
 
     def extra(self, tensor: Tensor) -> int | None:
-        """Return the `extra` pointer set by ggml's `init_tensor`; `None` if that was not called yet."""
+        """Return a tensor's pointer `ggml_tensor.extra`; `None` if `init_tensor` must still set it."""
         return self._extras.get(tensor, None if self._prepares else 0)
 
     def _init_tensor(self, tensor: Tensor) -> None:

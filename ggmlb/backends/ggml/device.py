@@ -96,7 +96,7 @@ class GgmlDevice(Device):
 
     @property
     def caps(self) -> Caps:
-        """Capabilities from ggml; its CPU is synchronous here, and uses host memory."""
+        """Capabilities from ggml; ggml's CPU is synchronous in ggmlb, and computes in host memory."""
         async_, host_buffer, from_host_ptr, events, mmap_support = self._facts["caps"]
         if self.is_cpu:
             return Caps(buffer_from_host_ptr=True, mmap_support=True)
@@ -136,7 +136,7 @@ class GgmlDevice(Device):
         return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
 
     def place(self, tensor: Tensor) -> tuple[int, int]:
-        """Return the C buffer and the address of an allocated tensor."""
+        """Return the `ggml_backend_buffer_t` and the address of an allocated tensor."""
         buffer = tensor.buffer
         assert buffer is not None
         if isinstance(buffer, GgmlBuffer):
@@ -152,11 +152,11 @@ class GgmlDevice(Device):
         return handle, start + tensor.offset
 
     def drop(self, handle: int) -> None:
-        """Queue a C buffer for `free_dropped`; safe in any thread, as the garbage collector calls it."""
+        """Queue a ggml buffer for `free_dropped`; safe in any thread, as the garbage collector calls it."""
         self._dropped.append(handle)
 
     def free_dropped(self) -> None:
-        """Free the queued C buffers, once all streams have finished."""
+        """Wait for all streams, then free the ggml buffers queued by `drop`."""
         if self._dropped:
             handles = [self._dropped.popleft() for _ in range(len(self._dropped))]
             for stream in self.streams:
@@ -204,7 +204,7 @@ class GgmlDevice(Device):
         return tuple(GgmlRepackedBufferType(self, handle) for handle in handles if handle)
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
-        """Use the memory of an array; see `Device.buffer_from_host_ptr`.
+        """Return a buffer in the memory of an array; see `Device.buffer_from_host_ptr`.
 
         Raises:
             ArgumentError: The array is not contiguous.
@@ -215,7 +215,7 @@ class GgmlDevice(Device):
         return super().buffer_from_host_ptr(array, max_tensor_size)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Whether ggml supports its own buffer type; ggml's CPU supports any host memory."""
+        """Whether ggml accepts a buffer type of its library; ggml's CPU can also use any host memory."""
         if isinstance(buft, GgmlBufferType) and buft.device.library is self.library:
             return bool(self.library.load()["backend_dev_supports_buft"](self.handle, buft.handle))
         return self.is_cpu and buft.is_host
@@ -268,7 +268,7 @@ class GgmlDevice(Device):
             return False
 
     def ask(self, question: str, op: Tensor) -> bool:
-        """Call ggml's `supports_op` or `offload_op` for a node; operands in other memory have no buffer.
+        """Call ggml's `supports_op` or `offload_op` (`question`) for a node; only ggml's buffers are passed.
 
         Raises:
             LookupError: The library lacks a type, the op or one of its functions.

@@ -179,7 +179,7 @@ class GgmlLibrary:
         node: tuple[int, int, Sequence[int]] | None = None,
         flags: int = 0,
     ) -> None:
-        """Write a tensor to an array of C tensors.
+        """Write a tensor as number `index` of `memory`, an array of `ggml_tensor`s.
 
         Args:
             memory: An array of C tensors.
@@ -206,15 +206,15 @@ class GgmlLibrary:
         )  # fmt: skip
 
     def room(self, n: int) -> ctypes.Array[ctypes.c_char]:
-        """Return a zeroed array of `n` C tensors."""
+        """Return a zeroed array of `n` `ggml_tensor`s."""
         return ctypes.create_string_buffer(n * self.tensor_size)
 
     def extra(self, memory: ctypes.Array[ctypes.c_char]) -> int:
-        """Return `extra` of the first C tensor in `memory`."""
+        """Return the `extra` pointer of the first `ggml_tensor` in `memory`."""
         return ctypes.c_size_t.from_buffer(memory, self._layout["extra"]).value
 
     def has_slot(self, address: int, kind: str, slot: str) -> bool:
-        """Whether a `buffer` or `buffer_type` (`kind`) implements an optional function; `True` if unknown."""
+        """Whether a C `buffer` or `buffer_type` (`kind`) has the function `slot`; `True` if unknown."""
         index = self.facts["slots"][kind][slot]
         return index < 0 or bool(ctypes.c_void_p.from_address(address + 8 * index).value)
 
@@ -228,7 +228,7 @@ class GgmlLibrary:
 
 
 def operands(node: Tensor, where: Mapping[Tensor | None, int]) -> list[int]:
-    """Return the addresses, from `where`, of a node's operands in ggml's order."""
+    """Return the addresses of a node's operands in ggml's order; `where` maps tensors to addresses."""
     sources = [where[t] for t in node.src]
     if node.op is Op.CPY and len(sources) == 1:  # a cast: in ggml src[1] is the result
         sources.append(where[node])

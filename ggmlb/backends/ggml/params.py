@@ -77,7 +77,7 @@ _FORMATS: Final = {op: _format(words) for op, words in WORDS.items()}
 
 
 def encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int]) -> bytes:
-    """Return the bytes of a node's `op_params`.
+    """Return a node's `op_params` as bytes; `unary_ops`, `glu_ops`: the library's enum values by name.
 
     Args:
         node: The node.

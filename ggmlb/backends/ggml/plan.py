@@ -53,7 +53,7 @@ class Indices(NamedTuple):
 
 
 class GgmlPlan(GraphPlan):
-    """The nodes of a graph as C graphs, with addresses.
+    """The nodes of a graph as `ggml_cgraph`s, with the tensors' addresses.
 
     Attributes:
         parts: The C graphs: one; on a CPU a further one wherever computed indices must be checked first.
@@ -66,13 +66,13 @@ class GgmlPlan(GraphPlan):
         self.parts = [CGraph(backend, part, _needed(graph, part)) for part in parts]
 
     def release(self) -> None:
-        """Free the C graphs."""
+        """Free the `ggml_cgraph`s."""
         for part in self.parts:
             part.release()
 
 
 class CGraph:
-    """A C graph of some nodes; their operands outside of it are leafs.
+    """A `ggml_cgraph` of some nodes; operands that are not among them are its leafs.
 
     Attributes:
         c_graph: The `ggml_cgraph`.
@@ -115,7 +115,7 @@ class CGraph:
         self._indices = () if device.caps.async_ else _indices(nodes)
 
     def check_indices(self, name: str) -> None:
-        """Check the row indices in host memory that are known before the graph is computed.
+        """Check row indices (as of get_rows) that are in host memory before the graph is computed.
 
         Raises:
             BackendError: One is out of range; the message has the backend's `name` and each node.
@@ -132,7 +132,7 @@ class CGraph:
             raise BackendError(f"{name} failed to compute {'; '.join(wrong)}")
 
     def release(self) -> None:
-        """Free the C graph."""
+        """Free the `ggml_cgraph`."""
         self._end()
 
 

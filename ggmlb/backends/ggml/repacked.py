@@ -53,7 +53,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         self._lock = threading.RLock()
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether the tensor would be repacked here."""
+        """Whether this buffer type repacks the tensor."""
         return self.group_rows(tensor) > 0
 
     def is_readable(self, tensor: Tensor) -> bool:
@@ -68,7 +68,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return self.name if self.suits(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use operands in this memory, or `None`; only weights of products may."""
+        """Return why the node cannot use operands in this memory, or `None`; only matrix products can."""
         if not self.is_used:
             return None
         weight = weight_in(self, node)
@@ -77,7 +77,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return misplaced(self, node)
 
     def group_rows(self, tensor: Tensor) -> int:
-        """Rows that are repacked together; 0 if the tensor is stored unchanged.
+        """Number of rows that ggml repacks together; 0 if the tensor is stored unchanged.
 
         It is the least number of rows for which ggml and a test run accept a product, if the repacked weight
         takes no more memory.
@@ -89,7 +89,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
             return self._groups[asked]
 
     def pack(self, rows: Bytes, dtype: DType, k: int) -> Bytes:
-        """Return whole groups of rows of `k` elements as ggml repacks them."""
+        """Repack whole groups of rows of `k` elements, as ggml does."""
         tensor = Tensor(dtype, (k, rows.size // dtype.row_size(k), 1, 1), name="rows")
         out = aligned_empty(rows.size)
         library, memory = self.device.library, self.device.library.room(1)
@@ -100,7 +100,7 @@ class GgmlRepackedBufferType(GgmlBufferType):
         return out
 
     def unpack(self, packed: Bytes, tensor: Tensor) -> Bytes:
-        """Return the rows of whole groups of a weight, from their repacked bytes.
+        """Restore whole groups of a weight's rows from their repacked bytes.
 
         Raises:
             BackendError: Repacking this type is more than a permutation of bits.
@@ -196,7 +196,7 @@ class GgmlRepackedBuffer(PackedBuffer, HostBuffer, GgmlBuffer):
             self._base = np.frombuffer(memory, np.uint8)
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Bytes of a group of rows."""
+        """Size of a group of rows that are repacked together [bytes]."""
         return self.buft.group_rows(tensor) * tensor.dtype.row_size(tensor.ne[0])
 
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:

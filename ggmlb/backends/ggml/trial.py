@@ -54,15 +54,15 @@ POSITIVE: Final = frozenset(
 
 
 class AcceptAll(Judge):
-    """Accepts every node: this child process may be aborted."""
+    """A judge that accepts every node: the child process of trials computes it, even if ggml then aborts."""
 
     def verdict(self, device: GgmlDevice, node: Tensor) -> str | None:
-        """Return `None`: accepted."""
+        """Return `None`: every node is accepted without a trial."""
         return None
 
 
 def judge(stream: Backend, reference: Backend, trial: Trial) -> str | None:
-    """Compute a trial's node on both streams; return the difference as text, or `None` if they agree.
+    """Compute a trial's node on two streams; return their results' difference as text, or `None`.
 
     Small nodes are computed for several values: a wrong element may be right by chance.
     """
@@ -272,7 +272,7 @@ def _serve(device: GgmlDevice, answers: int, limit_s: int) -> None:
 
 
 def main() -> None:
-    """Compute trials from standard input; on a CPU in a fork, which is faster to replace after an abort."""
+    """Compute trials from standard input; on ggml's CPU in a fork, replaced quickly after an abort."""
     answers = os.dup(1)
     os.dup2(2, 1)  # output of C code goes to stderr
     found, prefix, facts, index, limit_s = _read(0)

@@ -73,7 +73,7 @@ class Trial:
 
 
 def trial_of(node: Tensor, memory: str) -> Trial:
-    """Return a trial of the node."""
+    """Return a trial of the node; `memory`: name of its first operand's extra buffer type, or empty."""
     view = None
     if node.view_src is not None:
         roots = [t.view_src or t if t is not None else None for t in node.src]
@@ -134,7 +134,7 @@ class Judge:
         self._changed = False
 
     def verdict(self, device: GgmlDevice, node: Tensor) -> str | None:
-        """Return why this kind of node failed its trial, or `None`; runs the trial at the first call."""
+        """Return why this kind of node failed its trial, or `None`; only the kind's first node is tried."""
         first = node.src[0] if node.src else None
         buffer = None if first is None else first.buffer
         memory = "" if buffer is None or buffer.buft not in device.extra_bufts else buffer.buft.name
@@ -264,7 +264,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def abort_reason(ended_by: int, words: str) -> str:
-    """Return the reason of a failed trial from the signal that ended its process, and its `error_line`."""
+    """Return why a trial failed, from the signal that ended its process and its `error_line` (`words`)."""
     if ended_by == getattr(signal, "SIGXCPU", None):
         return "a trial of it did not end within the limit of processor time"
     return f"a trial of it ended the process (signal {ended_by}): {words}"
