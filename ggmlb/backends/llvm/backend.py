@@ -49,7 +49,7 @@ class LlvmBackend(Backend):
 
     @property
     def lowered_for(self) -> tuple[Library, int]:
-        """Cache key of lowered steps, besides the kind of node: the kernels and the number of threads."""
+        """Part of the cache key of lowered nodes: the kernels and the number of threads."""
         return self.library, self.pool.n
 
     def set_n_threads(self, n: int) -> None:

@@ -37,7 +37,7 @@ class LlvmDevice(Device):
 
     @property
     def description(self) -> str:
-        """The processor, and the instruction set."""
+        """Name of the processor, and the instruction set of the kernels."""
         return f"{self._cpu.description}, {library().target.level.name} kernels"
 
     @property
@@ -79,14 +79,14 @@ class LlvmDevice(Device):
         return self._cpu.buffer_from_host_ptr(array, max_tensor_size)
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the kernels cannot compute the node, or `None`, from the table used for lowering."""
+        """Return why no kernel can compute the node, or `None`, by the rules also used for lowering."""
         return RULES.declines(op) or self._repacked.declines(op)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Whether it computes in the buffer type: any host memory, and `extra_bufts`."""
+        """Whether the device computes in the buffer type: any host memory, or one of its `extra_bufts`."""
         return buft.is_host or buft in self.extra_bufts
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
-        """`LLVM_Repacked`, which stores weights in interleaved strips (ggml_backend_dev_get_extra_bufts)."""
+        """`LLVM_Repacked`, which stores weights in strips of 16 interleaved rows."""
         return (self._repacked,)

@@ -61,7 +61,7 @@ class Pool:
         self._n_forks = process_state.n_forks
 
     def span(self, table: int, first: int, last: int) -> Span:
-        """Return a range of steps, as an argument for `run`.
+        """Return steps `first` to `last - 1` of the array at address `table`, as an argument for `run`.
 
         Args:
             table: Address of the array of steps.
@@ -72,7 +72,7 @@ class Pool:
         return Span(words, words.ctypes.data)
 
     def run(self, span: Span, share: bool) -> None:
-        """Compute a range of steps; `share`: whether the workers take part.
+        """Run a range of steps; `share`: whether the workers take part.
 
         Args:
             span: The steps, from this pool's `span`.
@@ -99,7 +99,7 @@ class Pool:
                 worker.bell.release()
 
     def free(self) -> None:
-        """End the threads, and wait for them."""
+        """End the worker threads, and wait until they have ended."""
         workers = self._workers if self._n_forks == process_state.n_forks else []
         self._end()
         for worker in workers:

@@ -29,21 +29,21 @@ IN_STRIPS: Final = "_x16"
 
 
 class RepackedBufferType(BufferType):
-    """Host memory for weights of matrix products, stored in strips if contiguous."""
+    """Host memory for weights of matrix products, in strips (16 interleaved rows) if contiguous."""
 
     def __init__(self, device: LlvmDevice) -> None:
         super().__init__(device, "LLVM_Repacked", ALIGNMENT)
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether the tensor is stored in strips."""
+        """Whether the buffer type stores the tensor in strips (16 interleaved rows)."""
         return is_packed(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the stored order, `_x16` for strips; else empty."""
+        """Name of the order in which a tensor is stored: `_x16` for strips of 16 rows, else empty."""
         return IN_STRIPS if is_packed(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use operands in this memory, or `None`; only weights of products may."""
+        """Return why the node cannot use operands in this memory, or `None`; only matrix products can."""
         if not self.is_used:
             return None
         weight = weight_in(self, node)
@@ -56,10 +56,10 @@ class RepackedBufferType(BufferType):
 
 
 class RepackedBuffer(PackedBuffer, HostBuffer):
-    """Weights in host memory, packed to strips at upload."""
+    """Weights in host memory, packed to strips (16 interleaved rows) at upload."""
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Size of a strip [bytes]."""
+        """Size of a strip (16 interleaved rows) of the tensor [bytes]."""
         return interleaved.ROWS * tensor.dtype.row_size(tensor.ne[0])
 
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
@@ -75,7 +75,7 @@ class RepackedBuffer(PackedBuffer, HostBuffer):
 
 
 def is_packed(tensor: Tensor) -> bool:
-    """Whether `LLVM_Repacked` memory stores a weight in strips."""
+    """Whether `LLVM_Repacked` memory stores a weight in strips (16 interleaved rows)."""
     name = tensor.dtype.name.lower()
     return (
         (name in FORMATS or name in SIZES) and tensor.ne[1] % interleaved.ROWS == 0 and tensor.is_contiguous()

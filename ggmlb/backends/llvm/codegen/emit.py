@@ -37,7 +37,7 @@ def lanes_of(type_: Any) -> int:
 
 
 def like(type_: Any, element: Any) -> Any:
-    """The type with the lanes of `type_` and another element type."""
+    """The type with the lanes of `type_` and the element type `element`."""
     return vec(element, type_.count) if isinstance(type_, ir.VectorType) else element
 
 
@@ -48,7 +48,7 @@ def is_float(type_: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """An instruction set supported by the vector layer.
+    """An instruction set, such as AVX2, for which the vector layer emits code.
 
     Attributes:
         name: Its name in GGMLB_SIMD.
@@ -193,7 +193,7 @@ class Value:
         return self.shuffle(range(n // 2)), self.shuffle(range(n // 2, n))
 
     def join(self, upper: Value) -> Value:
-        """This vector and another of its length, concatenated."""
+        """The concatenation of this vector and `upper`, of the same length."""
         return self.shuffle(range(2 * self.type.count), upper)
 
     def splat(self, n: int) -> Value:
@@ -240,17 +240,17 @@ class Variable:
         self.set(start)
 
     def set(self, value: Value) -> None:
-        """Assign a value."""
+        """Assign a value to the variable."""
         self._kernel.build.store(value.raw, self._slot)
 
     @property
     def now(self) -> Value:
-        """Its current value."""
+        """The variable's current value."""
         return Value(self._kernel, self._kernel.build.load(self._slot))
 
 
 class Emitter:
-    """Writes the body of a kernel, a function `(args, chunk, n_chunks, thread)`.
+    """Emits the body of a kernel: a function `(args, chunk, n_chunks, thread)` that computes one chunk.
 
     Attributes:
         level: The target instruction set.
@@ -295,14 +295,14 @@ class Emitter:
     # -- constants, memory -------------------------------------------------------------------------
 
     def const(self, type_: Any, value: float) -> Value:
-        """A constant, in all lanes."""
+        """A constant of a scalar type, or of a vector type with `value` in all lanes."""
         value = float(value) if is_float(type_) else int(value)
         if isinstance(type_, ir.VectorType):
             return Value(self, ir.Constant(type_, [value] * type_.count))
         return Value(self, ir.Constant(type_, value))
 
     def table(self, type_: Any, values: Sequence[float]) -> Value:
-        """A constant vector."""
+        """A constant vector with the given values as lanes."""
         return Value(self, ir.Constant(type_, list(values)))
 
     def i64(self, value: int) -> Value:
@@ -310,17 +310,17 @@ class Emitter:
         return self.const(I64, value)
 
     def load(self, type_: Any, address: Value, align: int = 1) -> Value:
-        """Read from memory."""
+        """Read a scalar or vector from an address that is a multiple of `align` [bytes]."""
         pointer = self.build.inttoptr(address.raw, type_.as_pointer())
         return Value(self, self.build.load(pointer, align=align, typ=type_))
 
     def store(self, value: Value, address: Value, align: int = 1) -> None:
-        """Write to memory."""
+        """Write a scalar or vector to an address that is a multiple of `align` [bytes]."""
         pointer = self.build.inttoptr(address.raw, value.type.as_pointer())
         self.build.store(value.raw, pointer, align=align)
 
     def store_past_caches(self, value: Value, address: Value, align: int) -> None:
-        """Non-temporal store, aligned to the vector; call `fence` before other threads read."""
+        """Write a vector by a non-temporal store; call `fence` before other threads read it."""
         pointer = self.build.inttoptr(address.raw, value.type.as_pointer())
         store = self.build.store(value.raw, pointer, align=align)
         store.set_metadata("nontemporal", self.module.add_metadata([ir.Constant(I32, 1)]))
@@ -373,14 +373,14 @@ class Emitter:
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, locality, data)
 
     def call(self, name: str, result: Any, *args: Value) -> Value:
-        """Call an LLVM intrinsic, or a C function of the process."""
+        """Call an LLVM intrinsic, or a C function loaded in the process; `result`: type of its result."""
         function = self.module.globals.get(name)
         if function is None:
             function = ir.Function(self.module, ir.FunctionType(result, [a.type for a in args]), name)
         return Value(self, self.build.call(function, [a.raw for a in args]))
 
     def generic(self, name: str, *args: Value) -> Value:
-        """Call an overloaded LLVM intrinsic, `llvm.NAME.TYPE`, with the type of its first argument."""
+        """Call the LLVM intrinsic `llvm.NAME.TYPE`; TYPE is that of its first argument and its result."""
         return self.call(f"llvm.{name}.{_suffix(args[0].type)}", args[0].type, *args)
 
     def opaque(self, x: Value) -> Value:
@@ -396,16 +396,16 @@ class Emitter:
         return Value(self, self.build.select(mask.raw, yes.raw, other))
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """`a * b + c`, fused where the level has FMA."""
+        """`a * b + c`, fused where the instruction set has FMA."""
         return self.generic("fma", a, b, c) if self.level.dot != "widen" else a * b + c
 
     def maximum(self, a: Value, b: Operand) -> Value:
-        """The greater; `b` where `a` is NaN."""
+        """The greater of `a` and `b` in each lane; `b` where `a` is NaN."""
         other = b if isinstance(b, Value) else self.const(a.type, b)
         return self.select(a > other, a, other)
 
     def minimum(self, a: Value, b: Operand) -> Value:
-        """The lesser; `b` where `a` is NaN."""
+        """The lesser of `a` and `b` in each lane; `b` where `a` is NaN."""
         other = b if isinstance(b, Value) else self.const(a.type, b)
         return self.select(a < other, a, other)
 
@@ -438,7 +438,7 @@ class Emitter:
 
     @contextmanager
     def while_(self) -> Iterator[tuple[Any, Any]]:
-        """Emit the block as an endless loop; yields its first basic block, and the one after the loop."""
+        """Emit the block as an endless loop; yields the basic blocks to continue and to leave it."""
         head = self.build.append_basic_block("again")
         after = self.build.append_basic_block("done")
         self.build.branch(head)

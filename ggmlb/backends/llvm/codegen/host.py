@@ -58,7 +58,7 @@ class CompileTarget:
         return f"{self.level.name}|{self.cpu}|{self.features}|{self.triple}"
 
     def machine(self, jit: bool = True) -> Any:
-        """Return LLVM's `TargetMachine`."""
+        """Return LLVM's `TargetMachine`; `jit`: whether with LLVM's code model for JIT compilation."""
         from llvmlite import binding
 
         initialize()
@@ -87,7 +87,7 @@ read next: measured on the first, whose last-level cache is behind a mesh."""
 
 @cache
 def cached_nbytes() -> float:
-    """Largest size of a thread's operands for which stores go through the caches [bytes]; may be infinite."""
+    """Size of a thread's operands above which stores bypass the caches [bytes]; may be infinite."""
     cpu, _, _ = _host()
     if cpu not in _WRITES_PAST_CACHES:
         return float("inf")

@@ -59,7 +59,7 @@ class Library:
         return binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)
 
     def address(self, emit: Emit, params: tuple[Any, ...] = (), task: Task | None = None) -> int:
-        """Return the address of a kernel, compiled or loaded at the first call.
+        """Return the address of the kernel `emit(emitter, *params)`, compiled or loaded at first use.
 
         Args:
             emit: A function of this package that emits its body: `emit(emitter, *params)`.
@@ -96,7 +96,7 @@ class Library:
         return int(self._engine.get_function_address(symbol))
 
     def compile(self, emit: Emit, params: tuple[Any, ...], symbol: str) -> bytes:
-        """Compile a kernel; return its object file."""
+        """Compile the kernel `emit(emitter, *params)` as function `symbol`; return its object file."""
         code: bytes = self._machine.emit_object(optimised(self.target, self._machine, emit, params, symbol))
         return code
 
@@ -104,7 +104,7 @@ class Library:
 def optimised(
     target: host.CompileTarget, machine: Any, emit: Emit, params: tuple[Any, ...], symbol: str
 ) -> Any:
-    """Return a kernel as an optimised LLVM module."""
+    """Return an optimised LLVM module with the kernel `emit(emitter, *params)` as function `symbol`."""
     from llvmlite import binding
 
     module = ir.Module(symbol)

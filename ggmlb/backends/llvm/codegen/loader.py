@@ -46,7 +46,7 @@ class _Section(NamedTuple):
 
 
 def load(data: bytes, symbol: str) -> int | None:
-    """Load an object file; its code is never unloaded, as threads may be running it.
+    """Load the function `symbol` of an object file; never unloaded, as threads may be running it.
 
     Args:
         data: Content of the file, as LLVM wrote it.

@@ -32,7 +32,7 @@ _ANY = 1 << 30
 
 
 class Dot:
-    """Byte dot products, as `vpdpbusd`: each 32-bit lane adds four products of a code and a signed byte.
+    """Byte dot products, as `vpdpbusd`: a 32-bit lane adds four products of a weight code and a signed byte.
 
     A code (quantised weight) is unsigned and means `code - offset`; or signed, with `offset` `None`. The
     accumulator begins as `-offset` times the sum of the signed bytes, computed once for many rows.
@@ -43,14 +43,17 @@ class Dot:
         self.lanes = lanes
 
     def start(self, x: Value, offset: int | None) -> Value:
-        """Return the initial accumulator for signed bytes `x`, `<4 lanes x i8>`."""
+        """Return the initial accumulator: minus the codes' unsigned shift times sums of signed bytes `x`."""
         k, zero = self.k, self.k.const(vec(I32, self.lanes), 0)
         if shift := self._shift(offset):
             return zero - self._unsigned(zero, k.const(x.type, shift), x)
         return zero
 
     def start_from(self, count: Value, offset: int | None) -> Value:
-        """Return `start` for bytes that are the same in all lanes; `count`: -128 times their sum."""
+        """Return the initial accumulator, the same in all lanes: `count` if codes are unsigned, else 0.
+
+        `count` is -128 times the sum of the signed bytes.
+        """
         if shift := self._shift(offset):
             assert shift == 128
             return count.splat(self.lanes)
@@ -79,11 +82,11 @@ class Dot:
         counts: Sequence[Value] = (),
         start: Value | None = None,
     ) -> DotSum:
-        """Return an accumulator (`DotSum`) of `code - offset`, of magnitude up to `most`, times `scale`."""
+        """Return a `DotSum` for weights `scale * (code - offset)` with `abs(code - offset) <= most`."""
         return DotSum(self, offset, most, scale, counts, start)
 
     def pairs(self, a: Value, b: Value) -> Value:
-        """Multiply 16-bit integers and add neighbouring pairs to 32-bit lanes, as `vpmaddwd`."""
+        """Multiply 16-bit integers and add neighbouring products in 32-bit lanes, as `vpmaddwd`."""
         k, n = self.k, self.lanes
         if k.level.dot in ("vnni", "maddubs"):
             name = "avx2.pmadd.wd" if n == 8 else "avx512.pmaddw.d.512"
@@ -94,7 +97,7 @@ class Dot:
         return products[0] + products[1]
 
     def twice(self, x: Value) -> Value:
-        """Copy the low half of each 32-bit lane to its high half; 16-bit lanes are returned unchanged."""
+        """Copy the low 16 bits of each 32-bit lane to its high bits; 16-bit lanes are returned unchanged."""
         n = 2 * self.lanes
         if x.type.count == n:
             return x
@@ -180,7 +183,7 @@ class DotSum:
                 self._sums = dot.pairs(pairs, dot.k.const(pairs.type, -shift))
 
     def add(self, codes: Value, x: Value) -> None:
-        """Add four products to each lane."""
+        """Add to each lane the dot product of four weight codes and four signed bytes of `x`."""
         if not self._free:
             self._settle()
         self._set(self._more(self._now(), codes, x))
@@ -232,7 +235,7 @@ class DotSum:
 def add_words(
     groups: Sequence[Sequence[DotSum]], n: int, read: Callable[[Value], tuple[list[Value], list[Value]]]
 ) -> None:
-    """Add `n` dot products to each accumulator `groups[row][column]`; `read(i)` loads the operands.
+    """Add `n` times four products to each lane of `groups[row][column]`; `read(i)` loads the operands.
 
     It returns the codes of all rows and the signed bytes of all columns. With 16-bit sums it is called in a
     loop: unrolled, LLVM would fill the registers with loaded codes and spill the accumulators.
@@ -256,7 +259,7 @@ def add_words(
 
 
 def look_up(k: Emitter, table: Sequence[int], index: Value) -> Value:
-    """Look up bytes in a table of 16 (`pshufb`); `index`: 32 or 64 lanes."""
+    """Look up each byte of `index` (32 or 64 lanes) in a table of 16 bytes, as `pshufb`."""
     n = lanes_of(index.type)
     if n == 64:
         return k.call("llvm.x86.avx512.pshuf.b.512", index.type, k.table(index.type, [*table] * 4), index)
@@ -332,7 +335,7 @@ def load_floats(k: Emitter, dtype: str, address: Value, lanes: int, mask: Value 
 def store_floats(
     k: Emitter, dtype: str, value: Value, address: Value, mask: Value | None = None, past_caches: bool = False
 ) -> None:
-    """Write float32 as f32, f16 or bf16; `past_caches`: by non-temporal stores to an aligned address."""
+    """Write a float32 vector as f32, f16 or bf16; `past_caches`: by aligned non-temporal stores."""
     if dtype != "f32":
         value = to_half(k, value) if dtype == "f16" else to_bfloat(k, value)
     if mask is None and past_caches:
@@ -358,7 +361,7 @@ SIZES = {t.name.lower(): t.type_size for t in (DType.F32, DType.F16, DType.BF16)
 
 
 def fold(k: Emitter, x: Value, both: Callable[[Value, Value], Value]) -> Value:
-    """Reduce all lanes to a scalar by `both(a, b)`, as a tree."""
+    """Reduce the lanes of `x` to a scalar by the binary function `both`, as a tree."""
     n = lanes_of(x.type)
     while n > 1:
         n //= 2
@@ -367,7 +370,7 @@ def fold(k: Emitter, x: Value, both: Callable[[Value, Value], Value]) -> Value:
 
 
 def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value], each: int = 1) -> Value:
-    """Reduce each vector by `both(a, b)` to `each` lanes (1 or 4); return all results in one vector.
+    """Reduce each vector by the binary function `both` to `each` (1 or 4) lanes; return all in one vector.
 
     Lane `i` of a result reduces lanes `i`, `i + each`, ... The number of vectors is a power of two.
     """
@@ -417,7 +420,7 @@ _ROUND = 12582912.0
 
 
 def polynomial(k: Emitter, x: Value, coefficients: Sequence[float]) -> Value:
-    """Evaluate a polynomial, highest power first."""
+    """Evaluate a polynomial of `x`; the coefficient of the highest power is first."""
     sum_ = k.const(x.type, coefficients[0])
     for c in coefficients[1:]:
         sum_ = k.fma(sum_, x, k.const(x.type, c))
@@ -493,7 +496,7 @@ def expm1(k: Emitter, x: Value) -> Value:
 
 
 def tanh(k: Emitter, x: Value) -> Value:
-    """The hyperbolic tangent, without overflow; of -0 it is -0."""
+    """The hyperbolic tangent, without overflow; keeps the sign of zero."""
     e = expm1(k, k.generic("fabs", x) * -2.0)
     ints = like(x.type, I32)
     return ((-e / (e + 2.0)).bits(ints) | (x.bits(ints) & -0x80000000)).bits(x.type)

@@ -39,7 +39,7 @@ QUANTIZED = "q8"
 
 
 class ActivationLayout(NamedTuple):
-    """The layout of a row of quantised activations.
+    """The layout of a row of activations quantised to int8.
 
     Attributes:
         wide: Whether blocks may have high parts.
@@ -53,7 +53,7 @@ class ActivationLayout(NamedTuple):
     interleaved_pairs: bool = False
 
     def codes_nbytes(self, k: Any) -> Any:
-        """Size of the codes of `k` elements, with interleaved pairs padded to 64 elements [bytes]."""
+        """Size of the int8 codes of `k` elements, padded to 64 if blocks are interleaved in pairs [bytes]."""
         return (k + 63) // 64 * 64 if self.interleaved_pairs else k
 
     def row_nbytes(self, k: Any) -> Any:
@@ -63,18 +63,18 @@ class ActivationLayout(NamedTuple):
 
 
 def layout_for_rows(dtype: str, level: Level) -> ActivationLayout:
-    """Return the layout of activations for `matvec` with this weight type."""
+    """Return the layout of activations for `matvec` kernels with weights of type `dtype`."""
     form = FORMATS[dtype]
     return ActivationLayout(form.wide, form.group, interleaved_pairs=max(8, level.lanes) == 8)
 
 
 def layout_for_strips(dtype: str) -> ActivationLayout:
-    """Return the layout of activations for `interleaved_products` with this weight type."""
+    """Return the layout of activations for `interleaved_products` with weights of type `dtype`."""
     return ActivationLayout(FORMATS[dtype].wide)
 
 
 def layout_for_tiles(dtype: str) -> ActivationLayout:
-    """Return the layout of activations for `byte_tiles` with this weight type."""
+    """Return the layout of activations for `byte_tiles` with weights of type `dtype`."""
     form = FORMATS[dtype]
     return ActivationLayout(form.wide, form.group if form.has_min else 32)
 
@@ -117,7 +117,10 @@ def parts(address: Value, k: Value, layout: ActivationLayout) -> QuantRow:
 
 
 def quantize(k: Emitter, dtype: str, layout: ActivationLayout) -> None:
-    """Quantise rows of activations. Arguments: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
+    """Quantise rows of activations to int8, in the given layout.
+
+    Arguments: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`.
+    """
     x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
     blocks = n >> 5
     work = blocks * n1 * n2 * n3
@@ -191,13 +194,13 @@ def _store_codes(k: Emitter, codes: Value, to: Value, block: Value, layout: Acti
 
 
 def both_parts(counts: Value) -> Value:
-    """Add the two 16-bit halves of each sum of codes."""
+    """Return sums of codes as 32-bit integers: the sum of the two 16-bit halves of each."""
     parts_, n = counts.bits(vec(I16, 2 * lanes_of(counts.type))), 2 * lanes_of(counts.type)
     return parts_.shuffle(range(0, n, 2)).sext(I32) + parts_.shuffle(range(1, n, 2)).sext(I32)
 
 
 def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Value]:
-    """Load the sums of codes of a group of `size` elements, broadcast to `n` 32-bit lanes."""
+    """Load the sums of codes of activation group number `group`, broadcast to `n` 32-bit lanes."""
     at = [x.counts + (group * (size // 16) + i) * 4 for i in range(size // 16)]
     return [k.load(I32, a).splat(n).bits(vec(I16, 2 * n)) for a in at]
 
@@ -205,7 +208,7 @@ def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Val
 def begin(
     dot: Dot, size: int, offset: int | None, most: int, group: Value, x: QuantRow, scale: Value | None = None
 ) -> DotSum:
-    """Return an accumulator for weight codes (`offset`, `most`, `scale`) and a group of activations."""
+    """Return a `DotSum` for weight codes (`offset`, `most`, `scale`) and activation group number `group`."""
     k = dot.k
     if x.high is None:
         return dot.group(offset, most, scale, counts(k, dot.lanes, size, group, x))

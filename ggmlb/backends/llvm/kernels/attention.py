@@ -55,7 +55,7 @@ ARGS = (
 
 
 def scratch_nbytes(shape: HeadParams) -> int:
-    """Return the scratch memory that a thread needs in the prompt kernel, `many` [bytes]."""
+    """Return the scratch memory that a thread needs in `many`, the kernel for prompts [bytes]."""
     tiles = TILE * (shape.d_k + shape.d_v + MANY_ROWS)
     return 4 * (tiles + MANY_ROWS * shape.d_k) + MANY_ROWS * record_nbytes(shape.d_v)
 
@@ -66,19 +66,19 @@ def record_nbytes(d_v: int) -> int:
 
 
 def width_for(k: Emitter, *sizes: int) -> int:
-    """The largest vector width (in lanes) that divides the given sizes."""
+    """The largest vector width, in lanes, that divides all of the given sizes."""
     return next(w for w in (16, 8, 4, 2, 1) if w <= k.level.lanes and not any(s % w for s in sizes))
 
 
 def load_cached(k: Emitter, dtype: str, row: Value, i: Value, n: int) -> Value:
-    """Load elements `i` to `i + n - 1` of a row of keys or values as float32; `n` divides `i`."""
+    """Load elements `i` to `i + n - 1` (`i` a multiple of `n`) of a row of keys or values as float32."""
     if dtype in SIZES:
         return load_floats(k, dtype, row + i * SIZES[dtype], n)
     return block_reader(k, dtype, row, i >> 5, n)(i & 31)
 
 
 def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Return a function of `i` that loads elements `i` to `i + n - 1` of a quantised block as float32."""
+    """Return a function of `i` that loads elements `i` to `i + n - 1` of block `number` as float32."""
     scales, minimums = FORMATS[dtype].scales(k, [row + number * FORMATS[dtype].nbytes])
     codes = codes_reader(k, dtype, row, number, n)
 
@@ -90,7 +90,7 @@ def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> C
 
 
 def codes_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Like `block_reader`, but of `code - offset`, without scale and minimum."""
+    """Return a function of `i` that loads `code - offset` of elements `i` to `i + n - 1` of a block."""
     form = FORMATS[dtype]
     block = row + number * form.nbytes
     if dtype == "q8_0":
@@ -102,7 +102,7 @@ def codes_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> C
 
 
 class Unit:
-    """A unit of work (`n_rows` queries of a KV head), with the addresses of its operands."""
+    """A unit of work (`n_rows` queries that share a KV head), with the addresses of its operands."""
 
     def __init__(self, k: Emitter, p: dict[str, Value], unit: Value, n_rows: int) -> None:
         self.k, self.p, self.n_rows = k, p, n_rows
@@ -115,30 +115,30 @@ class Unit:
         self.values = p["v"] + self.head * p["v2"] + self.batch // p["rv3"] * p["v3"]
 
     def row(self, r: int | Value) -> tuple[Value, Value]:
-        """The token and the head of the unit's query `r`; beyond the last query, those of the last."""
+        """Indices of token and head of the unit's query `r`; past the end, of the last query."""
         at = self.k.least(self.first + r, self.rows - 1)
         n_q = self.p["n_q"]
         return at % n_q, self.head * self.p["group"] + at // n_q
 
     def query(self, r: int | Value) -> Value:
-        """Address of a query."""
+        """Address of the unit's query `r`."""
         token, head = self.row(r)
         p = self.p
         return p["q"] + token * p["q1"] + head * p["q2"] + self.batch * p["q3"]
 
     def result(self, r: int | Value) -> Value:
-        """Address of a query's result."""
+        """Address of the result of the unit's query `r`."""
         token, head = self.row(r)
         p = self.p
         return p["y"] + head * p["y1"] + token * p["y2"] + self.batch * p["y3"]
 
     def sink(self, r: int | Value) -> Value:
-        """The attention sink of a query's head: a logit without a value."""
+        """The attention sink of the head of query `r`: a logit without a value."""
         _, head = self.row(r)
         return self.k.load(F32, self.p["sinks"] + head * 4)
 
     def mask(self, r: int | Value) -> tuple[Value, Value]:
-        """Address of a query's row of the mask, and the ALiBi slope."""
+        """Address of the mask's row for query `r`, and the ALiBi slope of its head."""
         token, head = self.row(r)
         p = self.p
         row = p["mask"] + token * p["m1"] + head % p["m_ne2"] * p["m2"] + self.batch % p["m_ne3"] * p["m3"]
@@ -146,7 +146,7 @@ class Unit:
 
 
 def arguments(k: Emitter) -> tuple[dict[str, Value], Value, Value]:
-    """Read the kernel arguments: return `ARGS` by name, scale and softcap."""
+    """Read the kernel arguments: return those listed in `ARGS` by name, scale and softcap."""
     scale, softcap = k.float_arg(), k.float_arg()
     return dict(zip(ARGS, k.ints(len(ARGS)), strict=True)), scale, softcap
 
@@ -157,7 +157,7 @@ def n_units_of(p: dict[str, Value], n_rows: int) -> Value:
 
 
 class KeyRange:
-    """The keys of a unit: all, or a part of them if there are fewer units than threads.
+    """The keys that a unit of work processes: all, or a part if there are fewer units than threads.
 
     With parts the kernel has two more arguments: their number, and memory for partial results (see `merge`).
 
@@ -173,13 +173,13 @@ class KeyRange:
         self._index, self._parts = index, parts
 
     def records(self, own: Value, nbytes: Value | int) -> Value:
-        """Return where to write the unit's partial results (`nbytes`); `own` if it has all keys."""
+        """Return the address for the unit's partial results (`nbytes`); `own` if keys are not split."""
         return own if self._parts is None else self._parts + self._index * nbytes
 
 
 @contextmanager
 def units(k: Emitter, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, KeyRange]]:
-    """Emit the block as a loop over the chunk's units; with `split`, over parts of their keys."""
+    """Emit the block as a loop over the chunk's units of work; with `split`, over parts of their keys."""
     n_parts, parts = k.ints(2) if split else (k.i64(1), None)
     n = n_units_of(p, n_rows) * n_parts
     with k.loop(n * k.chunk // k.n_chunks, n * (k.chunk + 1) // k.n_chunks) as index:
@@ -204,11 +204,11 @@ class Softmax:
 
     @classmethod
     def at(cls, k: Emitter, record: Value, d_v: int) -> Softmax:
-        """Return the state in a record of `record_nbytes`."""
+        """Return the state stored at address `record`, in `record_nbytes` bytes."""
         return cls(k, record + d_v * 4, record + (d_v + 1) * 4, record)
 
     def begin(self, d_v: int, width: int) -> None:
-        """Initialise the state, before the first key."""
+        """Initialise the state before the first key: `d_v` sums, in vectors of `width` lanes."""
         k = self.k
         k.store(k.const(F32, float("-inf")), self.maximum)
         k.store(k.const(F32, 0), self.total)
@@ -216,7 +216,7 @@ class Softmax:
             k.store(k.const(vec(F32, width), 0), self.values + i * 4)
 
     def rescale(self, row_max: Value, d_v: int, width: int) -> Value:
-        """Update the row maximum and rescale sum and values; return the maximum to subtract from logits."""
+        """Update the maximum by `row_max`; rescale sum and values; return the maximum to subtract."""
         k = self.k
         before = k.load(F32, self.maximum)
         after = k.maximum(before, row_max)
@@ -231,7 +231,7 @@ class Softmax:
         return level
 
     def weigh(self, logits: Value, n: Value | int, level: Value) -> None:
-        """Replace a tile of logits in memory by `exp(logit - level)`, and add these to the sum."""
+        """Replace `n` logits in memory by `exp(logit - level)`, and add these to the sum."""
         k, lanes = self.k, self.k.level.lanes
         sums = k.variable(k.const(vec(F32, lanes), 0))
         with k.loop(0, n, lanes) as j:
@@ -241,7 +241,7 @@ class Softmax:
         k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
 
     def merge(self, other: Softmax, d_v: int, width: int) -> None:
-        """Merge in another state of the same query, of other keys."""
+        """Merge in the state of the same query for other keys."""
         k = self.k
         most = k.load(F32, other.maximum)
         factor = exp(k, most - self.rescale(most, d_v, width))
@@ -252,7 +252,7 @@ class Softmax:
             k.store(k.fma(more, spread, k.load(vec(F32, width), self.values + i * 4)), self.values + i * 4)
 
     def end(self, to: Value, sink: Value | None, d_v: int, width: int) -> None:
-        """Write the result: the weighted values divided by the sum."""
+        """Write the result to address `to`: the weighted values divided by the sum (with the sink's)."""
         k = self.k
         if sink is not None:
             level = self.rescale(sink, d_v, width)
@@ -279,7 +279,10 @@ FLOAT_TILE, CODE_TILE = 256, 128
 
 
 def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
-    """Attention of few queries (decoding). Arguments: `scale, softcap`, `ARGS`, `KeyRange`'s if `split`."""
+    """Compute attention of few queries (decoding), `n_rows` at a time; `split`: over parts of the keys.
+
+    Arguments: `scale, softcap`, `ARGS`, `KeyRange`'s if `split`.
+    """
     shape = HeadParams(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
@@ -317,7 +320,7 @@ def few(k: Emitter, shape: HeadParams, n_rows: int, split: bool) -> None:
 
 
 def merge(k: Emitter, shape: HeadParams, n_rows: int) -> None:
-    """Merge each query's partial results; takes the arguments of `few` or `many`."""
+    """Merge each query's partial results over parts of the keys; takes the arguments of `few` or `many`."""
     shape = HeadParams(*shape)
     p, _, _ = arguments(k)
     (n_parts, parts), d_v = k.ints(2), shape.d_v
@@ -470,7 +473,10 @@ def _few_values(
 
 
 def many(k: Emitter, shape: HeadParams, split: bool) -> None:
-    """Attention of many queries (prompts). Arguments: those of `few`."""
+    """Compute attention of many queries (prompts); `split`: over parts of the keys.
+
+    Arguments: those of `few`.
+    """
     shape = HeadParams(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v

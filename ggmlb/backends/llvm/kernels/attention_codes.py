@@ -26,7 +26,7 @@ def greatest_divisor(n: int, most: int) -> int:
 
 
 def codes_of(k: Emitter, dtype: str, block: Value, first: int, n: int) -> Value:
-    """Load codes `first` to `first + n - 1` of a block of 32, minus the offset."""
+    """Load `code - offset` for codes `first` to `first + n - 1` of a block of 32."""
     form = FORMATS[dtype]
     if dtype == "q8_0":
         return k.load(vec(I8, n), block + (DType.Q8_0.codec.offsets["qs"] + first))
@@ -47,17 +47,17 @@ class Rounding:
         self._most, self._odd = (k.variable(k.const(self._type, 0)) for _ in range(2))
 
     def see(self, x: Value) -> None:
-        """First pass: update the maximum with a vector of numbers."""
+        """First pass: update the largest magnitude with a vector of numbers."""
         k = self._k
         self._most.set(k.maximum(k.generic("fabs", x), self._most.now))
         self._odd.set(self._odd.now + x * 0.0)
 
     def factor(self) -> Value:
-        """The common scale; infinite or NaN if a number is."""
+        """The common scale; infinite or NaN if one of the numbers is."""
         return greatest(self._k, self._most.now) * (1 / _MOST) + total(self._k, self._odd.now)
 
     def write(self, values: Value, n: Value | int, to: Value) -> None:
-        """Second pass: round `n` numbers from memory to `to`, in whole vectors."""
+        """Second pass: quantise `n` numbers in memory, and write them to `to` in whole vectors."""
         k, most = self._k, greatest(self._k, self._most.now)
         inverse = k.select(most > _LEAST, _MOST / most, 0.0).splat(self._type.count)
         with k.loop(0, n, self._type.count) as i:
@@ -69,7 +69,7 @@ class Rounding:
 
 
 class Queries:
-    """Queries quantised to 16 bits; each pair of elements is stored four times, as a vector has four keys.
+    """Queries quantised to 16 bits; pairs of elements are stored four times, for products with four keys.
 
     Args:
         k: The emitted kernel.
@@ -86,7 +86,7 @@ class Queries:
         self._factors = [k.variable(k.const(F32, 0)) for _ in range(n_rows)]
 
     def take(self, r: int, query: Value) -> None:
-        """Quantise the float32 query at an address as query number `r`."""
+        """Quantise the float32 query at the address `query`, and store it as number `r`."""
         k, lanes, rounding = self.k, self.k.level.lanes, Rounding(self.k)
         with k.loop(0, self.d_k, lanes) as i:
             rounding.see(k.load(vec(F32, lanes), query + i * 4))
@@ -103,7 +103,7 @@ class Queries:
                 k.store(total(k, codes), self._sums[r] + block * 4)
 
     def products(self, dtype: str, keys: Sequence[Value]) -> list[Value]:
-        """Return each query's dot products with as many keys as a vector has lanes."""
+        """Return each query's dot products with `keys`: addresses of a key for each lane of a vector."""
         k, lanes, form = self.k, self.k.level.lanes, FORMATS[dtype]
         fours = [keys[i : i + 4] for i in range(0, lanes, 4)]
         zero, none = k.const(vec(F32, lanes), 0), k.const(vec(I32, lanes), 0)
@@ -155,7 +155,7 @@ def add_values(
     k: Emitter, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
     to: Sequence[Value], n_sums: int, prefetch: Callable[[Value, Value], None],
 ) -> None:  # fmt: skip
-    """Add quantised values, times soft max weights, to each query's sums.
+    """Add `count` rows of quantised values, times soft max weights, to each query's sums.
 
     Args:
         k: The emitted kernel.

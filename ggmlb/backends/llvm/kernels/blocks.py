@@ -44,7 +44,7 @@ class IntScales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """The block format of a type, with its readers.
+    """The block format of a type, with functions that read its codes and scales.
 
     Attributes:
         block: Elements of a block.
@@ -206,7 +206,7 @@ def _floats(k: Emitter, bytes_: Value, factor: Value) -> Value:
 
 
 def six_bit_words(w: list[Value]) -> tuple[list[Value], list[Value]]:
-    """Unpack the 6-bit scales and minimums of q4_K and q5_K: 12 bytes, as three words, to words of bytes."""
+    """Unpack the 6-bit scales and minimums of q4_K and q5_K from 12 bytes, three 32-bit words, to bytes."""
     low = [word & 0x3F3F3F3F for word in w[:2]]
     high = [((w[2] >> 4 * i) & 0x0F0F0F0F) | ((word >> 2) & 0x30303030) for i, word in enumerate(w[:2])]
     return [low[0], high[0]], [low[1], high[1]]
@@ -293,7 +293,7 @@ def _q3_k_pair(at: Fields, k: Emitter, blocks: Sequence[Value], i: int, n: int) 
 
 
 def q3_k_words(w: list[Value]) -> list[Value]:
-    """Unpack the 6-bit scales of q3_K, plus 32: 12 bytes, as three words, to words of bytes."""
+    """Unpack the 6-bit scales of q3_K, plus 32, from 12 bytes, three 32-bit words, to bytes."""
     return [
         ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
     ]
@@ -422,7 +422,7 @@ GroupInts = Callable[[int], Value]
 
 
 class Scales(NamedTuple):
-    """Scales and minimums of one block of each row of a strip: vectors with a lane per row.
+    """Scales and minimums of one block of each row of a strip (16 interleaved rows), a lane per row.
 
     Attributes:
         d: Factor of the scales.
@@ -437,11 +437,11 @@ class Scales(NamedTuple):
     minimums: GroupInts | None = None
 
     def scale(self, group: int) -> Value:
-        """Return the float scale of a group."""
+        """Return the float scales of group number `group`, a lane per row."""
         return self.d if self.scales is None else self.scales(group).to_float() * self.d
 
     def minimum(self, group: int) -> Value | None:
-        """Return the float minimum of a group; `None` if the type has no minimums."""
+        """Return the float minimums of group number `group`; `None` if the type has no minimums."""
         if self.m is None or self.minimums is None:
             return self.m
         return self.minimums(group).to_float() * self.m

@@ -22,7 +22,7 @@ PASS = 0.35
 
 
 def columns(level: Level, dtype: str, n: int) -> int:
-    """Return the rows of activations per pass over a tile, for `n` rows in all.
+    """Return the number of rows of activations per pass over a tile, for `n` rows in all.
 
     The last pass computes padding rows, which may cost more than another pass.
     """
@@ -33,7 +33,7 @@ def columns(level: Level, dtype: str, n: int) -> int:
 
 
 def rows_together(level: Level, dtype: str) -> int:
-    """Return the least rows of activations of a panel, even if they exceed the L1 cache.
+    """Return the least number of rows of activations per packing of the weight, even beyond the L1 cache.
 
     For each panel the weight is packed again. Vector code reads activations slowly enough for the L2 cache;
     AMX reads several times as fast.
@@ -42,7 +42,7 @@ def rows_together(level: Level, dtype: str) -> int:
 
 
 def tile_rows(level: Level, dtype: str, of_experts: bool = False) -> int:
-    """Return the rows of a tile: at least two vectors, so that an activation is loaded once for both."""
+    """Return the number of weight rows in a tile: at least two vectors, which share a loaded activation."""
     return ROWS if _in_registers(level, dtype) and not of_experts else max(ROWS, 2 * level.lanes)
 
 
@@ -57,7 +57,7 @@ def _columns_at_once(level: Level) -> int:
 
 
 def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -> int:
-    """Scratch memory that a thread needs for a packed tile of rows of `k` elements [bytes]."""
+    """Scratch memory that a thread needs for a packed tile of weight rows of `k` elements [bytes]."""
     form, whole = FORMATS[dtype], -(-k // DEPTH) * DEPTH
     floats = whole // form.group * (2 if form.has_min else 1)
     flags = -(-k // 32 // FLAGS) * FLAGS if form.wide else 0
@@ -100,21 +100,21 @@ class _Strip:
 
 
 class StripView(NamedTuple):
-    """A strip of the weight, read in place; it has the methods of a packed strip."""
+    """A strip (16 interleaved rows) of the weight read in place, with the methods of a packed one."""
 
     dtype: str
     base: Value
 
     def word(self, k: Emitter, group: Value, size: int, word: Value, first: int) -> Value:
-        """Load codes `4 word` to `4 word + 3` of a group, of each row."""
+        """Load codes `4 word` to `4 word + 3` of a group, for a vector of rows from `first` on."""
         return self._block(k, group, first, word * (4 * ROWS))["qs"].bytes(4)[0]
 
     def scale(self, k: Emitter, group: Value, first: int) -> Value:
-        """Load the scales of a group, a lane per row."""
+        """Load the scales of a group, a lane per row, from row `first` of the strip."""
         return SCALES[self.dtype](self._block(k, group, first)).scale(0)
 
     def prefetch(self, k: Emitter, block: Value) -> None:
-        """Prefetch the cache lines `AHEAD` bytes after a block."""
+        """Prefetch the strip's cache lines `AHEAD` bytes after block number `block`."""
         for first in range(0, ROWS, lanes(k.level)):
             for call in prefetches(k, self.dtype, self.base, block, k.i64(first)):
                 call()
@@ -195,7 +195,7 @@ def _unpack_strip(
 def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply a quantised weight by many rows of activations.
+    """Multiply a quantised weight by many rows of activations, `n_columns` at a time.
 
     Arguments: `matvec.ARGS`, scratch and its size per thread, the epilogue's. `n_columns`: from `columns`.
     """
@@ -203,7 +203,7 @@ def many(
 
 
 def many_experts(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
-    """Multiply the experts' matrices (mul_mat_id); see `matvec.ExpertChunk`."""
+    """Multiply quantised matrices of experts by activations (mul_mat_id); see `matvec.ExpertChunk`."""
     chunk = ExpertChunk(k, tile_rows(k.level, dtype, of_experts=True))
     _tiles(k, dtype, is_interleaved, _columns_at_once(k.level), chunk, Epilogue())
 

@@ -138,7 +138,7 @@ _MOVED = {**WORDS, "f32": I32, "f16": I16, "bf16": I16}
 
 
 def can_convert(src: str, out: str) -> bool:
-    """Whether rows of one type can be converted to the other."""
+    """Whether rows of type `src` can be converted to type `out`."""
     if src == out and (src in _MOVED or src in FORMATS):
         return True
     if out in SIZES:
@@ -200,13 +200,16 @@ def _write_blocks(k: Emitter, out: str, src: str, y: Value, x: Value, start: Val
 
 
 def copy(k: Emitter, out: str, src: str) -> None:
-    """Convert contiguous rows. Arguments: `row_loop`'s for `y, x`."""
+    """Copy contiguous rows, converted from type `src` to `out`. Arguments: `row_loop`'s for `y, x`."""
     with each_row(k, 2) as row:
         convert(k, out, src, row.at[0], row.at[1], row.start, row.stop)
 
 
 def copy_strided(k: Emitter, out: str, src: str, sizes: tuple[int, int]) -> None:
-    """Copy elements that are strided within rows. Arguments: `y_nb0, x_nb0`, then `row_loop`'s for `y, x`."""
+    """Copy rows with strided elements, converted from type `src` to `out`.
+
+    Arguments: `y_nb0, x_nb0`, then `row_loop`'s for `y, x`.
+    """
     y_step, x_step = k.ints(2)
     with each_row(k, 2) as row, k.loop(row.start, row.stop) as i:
         y, x = row.at[0] + i * y_step, row.at[1] + i * x_step
@@ -250,7 +253,7 @@ def transpose(k: Emitter) -> None:
 def row_number(
     k: Emitter, ids: Value, dtype: str, limit: Value, report: tuple[Value, Value]
 ) -> tuple[Value, Value]:
-    """Load a row index; return it and whether it is below `limit`. If not, report it, and return 0."""
+    """Load a row index; return it (0 if invalid, after a report) and whether it is in `range(limit)`."""
     index = k.load(I64, ids) if dtype == "i64" else k.load(I32, ids).sext(I64)
     bad = (index < 0).raw
     bad = Value(k, k.build.or_(bad, (index >= limit).raw))
@@ -262,7 +265,10 @@ def row_number(
 
 
 def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
-    """Read rows by index. Arguments: `a, nb1..3, ids, nb0..2, limit, errors, step`; `row_loop`'s for `y`."""
+    """Gather rows by indices of type `index`, converted from type `src` to `out`.
+
+    Arguments: `a, nb1..3, ids, nb0..2, limit, errors, step`; `row_loop`'s for `y`.
+    """
     a, a_nb1, a_nb2, a_nb3, ids, nb0, nb1, nb2, limit, errors, step = k.ints(11)
     with each_row(k, 1) as row:
         i1, i2, i3 = row.place
@@ -273,7 +279,7 @@ def get_rows(k: Emitter, out: str, src: str, index: str) -> None:
 
 
 def set_rows(k: Emitter, out: str, src: str, index: str) -> None:
-    """Write rows by index.
+    """Scatter rows by indices of type `index`, converted from type `src` to `out`.
 
     Arguments: `y, nb1..3, ids, nb0..2, ne1, ne2, limit, errors, step`; `row_loop`'s for `x`.
     """

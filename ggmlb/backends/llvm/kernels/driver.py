@@ -39,12 +39,15 @@ POLLS_BEFORE_HELP, SPINS_BEFORE_YIELD = 64, 4096
 
 
 def control_words(n_threads: int) -> int:
-    """Size of the control block, in words of 8 bytes."""
+    """Size of the control block for `n_threads` threads, in words of 8 bytes."""
     return WORDS + n_threads * THREAD_WORDS
 
 
 def run(k: Emitter) -> None:
-    """Run steps `first` to `last - 1` with the workers. Arguments: `control, table, first, last`."""
+    """Run steps `first` to `last - 1` of a plan in the calling thread, helped by the workers.
+
+    Arguments: `control, table, first, last`.
+    """
     control, table, first, last = k.ints(4)
     k.store(k.i64(1), control + 8 * STATE, 8)
     with k.loop(first, last) as i:
@@ -85,7 +88,10 @@ def _share(k: Emitter, control: Value, kernel: Value, args: Value, n_chunks: Val
 
 
 def serve(k: Emitter) -> None:
-    """Run chunks as a worker, until `limit` polls find none. Called as `(control, thread, limit, 0)`."""
+    """Run chunks in a worker thread, until `limit` polls in a row find none.
+
+    Called as `(control, thread, limit, 0)`.
+    """
     control, thread, limit = k.args, k.chunk, k.n_chunks
     n_threads = k.load(I64, control + 8 * THREADS, 8)
     idle = k.variable(k.i64(0))

@@ -149,7 +149,9 @@ FUNCTIONS: dict[str, Function] = {
 def elementwise(
     k: Emitter, name: str, n_params: int, dtypes: Sequence[str], one_per_row: bool, past_caches: bool
 ) -> None:
-    """Apply an element-wise function. Arguments: its parameters, then `row_loop`'s for result and operands.
+    """Apply the element-wise function `name`.
+
+    Arguments: its parameters, then `row_loop`'s for result and operands.
 
     Args:
         k: The emitted kernel.

@@ -29,7 +29,7 @@ LINE_NBYTES = 64
 
 
 def suits(level: Level, k: int, m: int, n: int) -> bool:
-    """Whether this kernel is the fastest for `n` rows of activations and `m` of a weight, of `k` elements."""
+    """Whether this kernel is fastest for `n` rows of activations and `m` weight rows, of `k` elements."""
     wide = level.lanes == 16
     if n < 4 or n > MOST or m < rows_at_once(level, n):
         return False
@@ -40,7 +40,7 @@ def suits(level: Level, k: int, m: int, n: int) -> bool:
 
 
 def columns_at_once(n: int) -> int:
-    """Return the rows of activations of a panel, for `n` rows in all."""
+    """Return the number of rows of activations in a panel, for `n` rows in all."""
     return tiles.columns(n, 8)
 
 
@@ -50,18 +50,20 @@ def _together(level: Level, n: int) -> int:
 
 
 def rows_at_once(level: Level, n: int) -> int:
-    """Return the rows of the weight in a group, as registers allow."""
+    """Return the number of weight rows in a group, as registers allow for `n` rows of activations."""
     return min(4, 24 // _together(level, n)) if level.lanes == 16 else 3
 
 
 def scratch_nbytes(level: Level, n: int) -> int:
-    """Scratch memory that a thread needs for the sums of a band [bytes]."""
+    """Scratch memory that a thread needs for the sums of a band (range of the weight's rows) [bytes]."""
     at_once = columns_at_once(n)
     return GROUPS * rows_at_once(level, n) * -(-n // at_once) * at_once * 4 * level.lanes
 
 
 def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
-    """Multiply a float weight, by bands. Arguments: `matvec.ARGS`, scratch and its size per thread.
+    """Multiply a float weight by few rows of activations, a band (range of the weight's rows) at a time.
+
+    Arguments: `matvec.ARGS`, scratch and its size per thread.
 
     `n_columns`: from `columns_at_once`. The weight has at least as many rows as a group.
     """
@@ -75,7 +77,7 @@ def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
         return k.least(group * n_rows, chunk.m - n_rows)  # the last group may repeat rows
 
     def sums_of(column: Value, group: Value) -> Value:
-        """Address of a group's sums for the panel that begins at row `column` of the activations."""
+        """Address of the sums of group `group`, for activations from row `column` on."""
         return room + column * (GROUPS * line) + group * (n_columns * line)
 
     with k.loop(chunk.first, chunk.last, GROUPS) as first:

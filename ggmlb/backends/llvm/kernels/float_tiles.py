@@ -14,7 +14,7 @@ STRIP_DEPTH = 2048
 
 
 def tile_rows(level: Level, dtype: str = "", of_experts: bool = False) -> int:
-    """Return the rows of the weight in a tile."""
+    """Return the number of rows of the weight in a tile."""
     return 2 * level.lanes
 
 
@@ -29,12 +29,12 @@ def columns(level: Level, dtype: str, n: int) -> int:
 
 
 def depth(is_interleaved: bool) -> int:
-    """Elements of a row multiplied in one pass; longer rows take several, and cannot have an epilogue."""
+    """Elements of a row multiplied in one pass; products in several passes cannot have an epilogue."""
     return STRIP_DEPTH if is_interleaved else DEPTH
 
 
 def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -> int:
-    """Scratch memory that a thread needs for a packed tile [bytes]."""
+    """Scratch memory that a thread needs for a packed tile of the weight [bytes]."""
     return tile_rows(level) * DEPTH * 4
 
 
@@ -125,7 +125,7 @@ def _pack(
 def add_result(
     k: Emitter, sums: list[list[Variable]], chunk: ResultChunk, first: Value, column: Value
 ) -> None:
-    """Add the result's current contents, the sums of earlier passes, to a tile's sums."""
+    """Add the result in memory, the sums of earlier passes along the rows, to a tile's sums."""
     n = k.level.lanes
     for c in range(len(sums[0])):
         with k.when(column + c < chunk.n):

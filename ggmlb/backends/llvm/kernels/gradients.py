@@ -49,7 +49,10 @@ def _write(k: Emitter, out: str, row: RowPart, value: Load) -> None:
 
 
 def row_sums(k: Emitter, out: str, src: str) -> None:
-    """Sum each row times a factor. Arguments: the factor, then `row_loop`'s for `y, x`."""
+    """Sum the elements of each row, and multiply the sum by a factor.
+
+    Arguments: the factor, then `row_loop`'s for `y, x`.
+    """
     factor = k.float_arg()
     with each_row(k, 2) as row:
         (x,) = _loads(k, row, (out, src))
@@ -57,7 +60,10 @@ def row_sums(k: Emitter, out: str, src: str) -> None:
 
 
 def repeat_back(k: Emitter, out: str, src: str) -> None:
-    """Sum the copies of `repeat`. Arguments: `x, nb1..3, r1..3, ne1..3`, then `row_loop`'s for `y`."""
+    """Sum the copies that `repeat` made, as its gradient.
+
+    Arguments: `x, nb1..3, r1..3, ne1..3`, then `row_loop`'s for `y`.
+    """
     x, nb1, nb2, nb3, r1, r2, r3, ne1, ne2, ne3 = k.ints(10)
     n, zero = k.level.lanes, k.const(vec(F32, k.level.lanes), 0)
     with each_row(k, 1) as row:
@@ -193,7 +199,10 @@ def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
 
 
 def adamw(k: Emitter, grad: str) -> None:
-    """A step of AdamW, in place. Arguments: 7 numbers' address, then `row_loop`'s for `w, g, m, v`."""
+    """Update weights `w` in place by a step of AdamW.
+
+    Arguments: address of `alpha, beta1, beta2, eps, decay, correct1, correct2`; `row_loop`'s: `w, g, m, v`.
+    """
     n, at = k.level.lanes, k.int_arg()
     numbers = [k.load(F32, at + 4 * i).splat(n) for i in range(7)]
     alpha, beta1, beta2, eps, decay, correct1, correct2 = numbers
@@ -214,7 +223,10 @@ def adamw(k: Emitter, grad: str) -> None:
 
 
 def sgd(k: Emitter, grad: str) -> None:
-    """A step of SGD, in place. Arguments: address of rate and decay, then `row_loop`'s for `w, g`."""
+    """Update weights `w` in place by a step of SGD.
+
+    Arguments: address of rate and decay, then `row_loop`'s for `w, g`.
+    """
     n, at = k.level.lanes, k.int_arg()
     alpha, decay = (k.load(F32, at + 4 * i).splat(n) for i in range(2))
     with each_row(k, 2) as row:

@@ -28,7 +28,7 @@ BITS = 0
 
 
 class Field(NamedTuple):
-    """A field of a type's block.
+    """A field of a type's block, such as its scale or codes.
 
     Attributes:
         name: Name in the type's layout, such as `qs`.
@@ -45,7 +45,7 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(dtype: str) -> tuple[Field, ...]:
-    """The fields of a type's block, in order; a float type has one.
+    """The fields of a type's block, in memory order; a float type has a single one.
 
     A unit is one number of the field, or four neighbouring codes.
     """
@@ -60,12 +60,12 @@ def fields_of(dtype: str) -> tuple[Field, ...]:
 
 
 def lanes(level: Level) -> int:
-    """Rows of a strip in a vector."""
+    """Number of a strip's rows in one vector."""
     return max(8, level.lanes)
 
 
 def prefetches(k: Emitter, dtype: str, strip: Value, block: Value, first: Value) -> list[Callable[[], None]]:
-    """Return functions that prefetch the cache lines `AHEAD` bytes after a block.
+    """Return functions that prefetch the cache lines `AHEAD` bytes after block number `block` of a strip.
 
     Call them between the instructions that use the block: prefetches in one burst would delay later loads.
 
@@ -87,7 +87,7 @@ def _size(fields: Sequence[Field]) -> int:
 
 
 def spread(calls: Sequence[Callable[[], None]], n: int) -> Iterator[None]:
-    """Distribute calls evenly over the `n` steps of an iterator."""
+    """Yield `n` times; call an equal part of `calls` before each."""
     for i in range(n):
         for call in calls[len(calls) * i // n : len(calls) * (i + 1) // n]:
             call()
@@ -134,7 +134,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """A cursor into a strip: a block, and an offset in it, for all rows.
+    """A cursor into a strip (16 interleaved rows): a block, and an offset in it, the same for all rows.
 
     Attributes:
         k: The kernel.
@@ -166,18 +166,18 @@ class Interleaved:
         return start + ROWS * self.offset + self.first * field.unit, field.unit
 
     def each(self) -> Value:
-        """Load one unit of the field (see `Field.unit`) of each row, as integers."""
+        """Load one unit of the field (such as a scale; see `Field.unit`) of each row, as integers."""
         address, unit = self._address()
         return self.k.load(vec(_INTS[unit], lanes(self.k.level)), address)
 
     def bytes(self, n: int) -> Words:
-        """The next `n` bytes of each row."""
+        """The `n` bytes from the cursor on, of each row."""
         address, _ = self._address()
         type_ = vec(I8, 4 * lanes(self.k.level))
         return Words(n // 4, lambda i: self.k.load(type_, address + 4 * ROWS * i))
 
     def bits(self, value: int) -> Words:
-        """The next 32 bits of each row, as bytes that are `value` or 0."""
+        """The 32 bits from the cursor on, of each row, as bytes: `value` for 1, else 0."""
         address, _ = self._address()
         n = 4 * lanes(self.k.level)
         whole = I64 if n == 64 else I32
@@ -199,12 +199,15 @@ _VECTOR = 16
 
 
 def pack(k: Emitter, dtype: str, size: int) -> None:
-    """Pack rows to strips; a block has `size` bytes. Arguments: `strips, rows, n_blocks, n_strips`."""
+    """Pack rows of a weight to strips (16 interleaved rows); a block has `size` bytes.
+
+    Arguments: `strips, rows, n_blocks, n_strips`.
+    """
     _move(k, dtype, size, to_rows=False)
 
 
 def unpack(k: Emitter, dtype: str, size: int) -> None:
-    """Unpack strips to rows; the inverse of `pack`, with the same arguments."""
+    """Unpack strips (16 interleaved rows) to rows; the inverse of `pack`, with the same arguments."""
     _move(k, dtype, size, to_rows=True)
 
 

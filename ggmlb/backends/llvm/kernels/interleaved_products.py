@@ -32,14 +32,17 @@ Sums = list[list[Value]]
 
 
 def few(k: Emitter, dtype: str, n_columns: int, b_dtype: str) -> None:
-    """Multiply a weight in strips by `n_columns` rows of activations. Arguments: `matvec.ARGS`."""
+    """Multiply a weight in strips (16 interleaved rows) by `n_columns` rows of activations.
+
+    Arguments: `matvec.ARGS`.
+    """
     chunk = MatChunk(k, ROWS)
     with k.loop(chunk.first, chunk.last) as strip:
         _strip(k, (dtype, b_dtype), chunk, strip, range(n_columns))
 
 
 def few_experts(k: Emitter, dtype: str, b_dtype: str) -> None:
-    """Multiply experts in strips by one row of activations at a time (mul_mat_id)."""
+    """Multiply experts in strips (16 interleaved rows) by activations, row by row (mul_mat_id)."""
     chunk = ExpertChunk(k, ROWS)
     with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as strip:
         _strip(k, (dtype, b_dtype), chunk, strip, [column])
@@ -60,7 +63,7 @@ def _strip(
 
 
 def vectors(k: Emitter) -> range:
-    """Index of the first row of each vector of a strip."""
+    """Indices of the first row of each vector of a strip (16 interleaved rows)."""
     return range(0, ROWS, lanes(k.level))
 
 
@@ -239,7 +242,7 @@ def with_epilogue(
     adds: Sequence[bool],
     gate: str | None,
 ) -> None:
-    """Multiply by one or two weights into scratch memory; then add bias or residual, apply function or gate.
+    """Multiply by one or two weights into scratch memory; then add bias or residual, and apply `gate`.
 
     Arguments: those of each product; `alpha, limit` for `swiglu_oai`; `m, parts, y, nb1`; then for each
     product the address of its result (`m` float32 per row), and of the rows to add, if any, with their `nb1`.

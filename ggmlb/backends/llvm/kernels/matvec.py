@@ -25,7 +25,7 @@ and batches; extents; broadcast factors of the weight (ne12/ne02, ne13/ne03); an
 
 
 class MatChunk:
-    """A chunk of a product: a matrix, and a range of the weight's rows.
+    """A chunk of a matrix product: one matrix, and a range of the weight's rows.
 
     Attributes:
         a: Address of the weight's matrix.
@@ -55,11 +55,11 @@ class MatChunk:
         self.step = p["b_nb1"]
 
     def column(self, c: Value | int) -> Value:
-        """Address of the activations' row number `c`."""
+        """Address of row `c` of the activations."""
         return self.b + self.args["b_nb1"] * c
 
     def result(self, c: Value | int) -> Value:
-        """Address of the result's row number `c`."""
+        """Address of row `c` of the result."""
         return self.y + self.args["y_nb1"] * c
 
 
@@ -95,13 +95,13 @@ class ExpertChunk(MatChunk):
         return number // self.args["n_used"], number % self.args["n_used"]
 
     def column(self, c: Value | int) -> Value:
-        """Address of the activations' row number `c`."""
+        """Address of the activations of the expert's token number `c`."""
         token, use = self._pair(c)
         p = self.args
         return p["b"] + use % p["b_ne1"] * p["b_nb1"] + token * p["b_nb2"]
 
     def result(self, c: Value | int) -> Value:
-        """Address of the result's row number `c`."""
+        """Address of the result for the expert's token number `c`."""
         token, use = self._pair(c)
         return self.args["y"] + use * self.args["y_nb1"] + token * self.args["y_nb2"]
 
@@ -151,7 +151,7 @@ def _lanes(level: Level) -> int:
 
 
 def few(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str) -> None:
-    """Multiply a weight, `n_rows` rows at a time, by `n_columns` rows of activations.
+    """Multiply a weight by `n_columns` rows of activations, `n_rows` rows of the weight at a time.
 
     Arguments: `ARGS`. `b_dtype`: type of the activations; `QUANTIZED` if the weight is quantised.
     """
@@ -161,7 +161,7 @@ def few(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str) -> No
 
 
 def few_experts(k: Emitter, dtype: str, n_rows: int, b_dtype: str) -> None:
-    """Multiply experts, `n_rows` rows at a time, by one row of activations at a time (mul_mat_id)."""
+    """Multiply experts, `n_rows` rows at a time, by activations, row by row (mul_mat_id)."""
     chunk = ExpertChunk(k, n_rows)
     with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as group:
         _rows(k, (dtype, b_dtype), chunk, group, n_rows, [column])

@@ -10,7 +10,7 @@ from ggmlb.backends.llvm.kernels.row_loop import RowPart, each_row, each_vector
 
 
 def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Value]) -> Value:
-    """The sum of `term(i, mask)` over a row's vectors; `term` must be 0 in lanes not set in the mask."""
+    """The sum over a row of the vectors `term(i, mask)`, which must be 0 in lanes not set in the mask."""
     n, unroll = k.level.lanes, 4
     sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(unroll)]
     whole = row.n // (n * unroll) * (n * unroll)
@@ -28,7 +28,9 @@ def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Valu
 def normalise(
     k: Emitter, kind: str, dtypes: Sequence[str], factors: int, added: bool = False, kept: bool = False
 ) -> None:
-    """Normalise rows. Arguments: `eps`; `row_loop`'s for `y, x`, `b` if `added`, `s` if `kept`, the factors.
+    """Normalise rows, optionally of a sum (`added`); then multiply by and add other rows (`factors`).
+
+    Arguments: `eps`; `row_loop`'s for `y, x`, `b` if `added`, `s` if `kept`, the factors.
 
     Args:
         k: The emitted kernel.
@@ -98,7 +100,10 @@ def _add(k: Emitter, row: RowPart) -> None:
 
 
 def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
-    """Soft max of rows. Arguments: `scale, slopes, sinks, mask, nb1..3, ne2..3`; `row_loop`'s for `y, x`."""
+    """Compute the soft max of rows, with optional mask, ALiBi slopes and sinks.
+
+    Arguments: `scale, slopes, sinks, mask, nb1..3, ne2..3`; `row_loop`'s for `y, x`.
+    """
     n = k.level.lanes
     scale = k.float_arg().splat(n)
     slopes, sinks, mask_at, nb1, nb2, nb3, ne2, ne3 = k.ints(8)

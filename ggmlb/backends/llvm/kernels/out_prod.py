@@ -26,7 +26,7 @@ size per thread."""
 
 
 def unit(level: Level, dtype: str, n: int) -> int:
-    """Elements of a row dequantised together: whole blocks and whole vectors."""
+    """Number of elements of a row that are dequantised together: whole blocks and whole vectors."""
     if dtype in FORMATS:
         return max(FORMATS[dtype].block, 2 * level.lanes)
     least = max(8, level.lanes)
@@ -34,7 +34,7 @@ def unit(level: Level, dtype: str, n: int) -> int:
 
 
 def scratch_nbytes(unit: int) -> int:
-    """Scratch memory that a thread needs [bytes]."""
+    """Scratch memory that a thread needs for `unit` elements of `DEPTH` rows [bytes]."""
     return DEPTH * unit * 4
 
 
@@ -72,7 +72,10 @@ class _OutProdChunk:
 def out_prod(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, unit: int, b_steps: tuple[int, int]
 ) -> None:
-    """Sum outer products. Arguments: `ARGS`; `b_steps`: `b_nb0, b_nb1`, or 0 where not the element size."""
+    """Sum the outer products of the rows of two operands.
+
+    Arguments: `ARGS`; `b_steps`: `b_nb0, b_nb1`, or 0 where not the element size.
+    """
     chunk, n, n_columns = _OutProdChunk(k, unit), k.level.lanes, columns_at_once(k.level)
     p, n_vectors, band = chunk.args, min(2, unit // n), BAND * n_columns
     packed = p["scratch"] + k.thread * p["nbytes"]

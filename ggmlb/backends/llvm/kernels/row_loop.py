@@ -18,7 +18,7 @@ ALIGNED = 64
 
 
 class RowPart:
-    """A row, or a part of one.
+    """A row of the operands of a row-wise kernel, or a part of the row.
 
     Attributes:
         n: Elements of the whole row.
@@ -40,7 +40,7 @@ class RowPart:
 
 @contextmanager
 def each_row(k: Emitter, n_operands: int) -> Iterator[RowPart]:
-    """Emit the block as a loop over the chunk's rows, or parts of rows."""
+    """Emit the block as a loop over the chunk's rows, or parts of rows, of `n_operands` operands."""
     n0, n1, n2, n3, n_parts = k.ints(5)
     operands = [k.ints(4) for _ in range(n_operands)]
     n_rows = n1 * n2 * n3
@@ -55,7 +55,7 @@ def each_row(k: Emitter, n_operands: int) -> Iterator[RowPart]:
 
 
 def each_vector(k: Emitter, start: Value, stop: Value, body: Callable[[Value, Value | None], None]) -> None:
-    """Emit a loop of `body(i, mask)` over the vectors of a range; the last, if partial, has a mask."""
+    """Emit a loop of `body(i, mask)` over the vectors of a range; `mask`: only for a partial last one."""
     n = k.level.lanes
     whole = start + (stop - start) // n * n
     with k.loop(start, whole, n) as i:

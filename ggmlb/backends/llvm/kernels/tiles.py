@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class ResultChunk(Protocol):
-    """The part of a result that `store` may write: rows below `n`, of `m` elements."""
+    """The part of a product's result that `store` may write: `n` rows of `m` elements."""
 
     m: Value
     n: Value
 
     def result(self, c: Value) -> Value:
-        """Address of the result's row number `c`."""
+        """Address of row `c` of the result."""
 
 
 DEPTH = 256
@@ -34,7 +34,7 @@ DEPTH = 256
 
 
 def columns(n: int, most: int) -> int:
-    """Return the rows of activations per pass, at most `most`, for `n` rows in all.
+    """Return the number of rows of activations per pass, at most `most`, for `n` rows in all.
 
     Passes are as few and even as possible; the last one may compute padding rows.
     """
@@ -42,7 +42,7 @@ def columns(n: int, most: int) -> int:
 
 
 class Epilogue(NamedTuple):
-    """The epilogue of a product: add a bias or residual, apply a function.
+    """The epilogue of a matrix product: add a bias or residual, apply a function.
 
     Attributes:
         added: Whether float32 rows are added: one per row of activations, or one for all.
@@ -53,7 +53,10 @@ class Epilogue(NamedTuple):
     function: str | None = None
 
     def read(self, k: Emitter) -> Finish | None:
-        """Read the kernel arguments: address and byte stride of the rows to add (0: one for all)."""
+        """Read the epilogue's arguments; return a function that applies it, or `None` if it is empty.
+
+        Arguments: address and byte stride of the rows to add (0: one for all).
+        """
         if self == Epilogue():
             return None
         at, nb1 = k.ints(2) if self.added else (None, None)
@@ -71,7 +74,7 @@ class Epilogue(NamedTuple):
 
 
 def transposed(vectors: Sequence[Value]) -> list[Value]:
-    """Transpose a square of vectors: as many as each has lanes."""
+    """Transpose a square matrix of vectors, as many as each has lanes."""
     n = len(vectors)
     low = [i // 2 + n * (i % 2) for i in range(n)]
     high = [i + n // 2 for i in low]
@@ -90,7 +93,7 @@ def store(
     columns: tuple[Value, Value],
     finish: Finish | None = None,
 ) -> None:
-    """Write a tile's sums, by the epilogue, without padding rows and columns.
+    """Write a tile's sums, after the epilogue (`finish`), without padding rows and columns.
 
     Args:
         k: The emitted kernel.

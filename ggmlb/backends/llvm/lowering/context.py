@@ -42,7 +42,7 @@ RULES: Final[Rules[Callable[[Any, LoweringContext], None]]] = Rules()
 
 
 def lower(item: Item, ctx: LoweringContext) -> None:
-    """Emit the steps of a node or group; `RULES` must not decline it."""
+    """Emit the steps (kernel launches) of a node or fused group; `RULES` must have a rule that accepts it."""
     RULES.to_lower(item)(item, ctx)
 
 
@@ -75,13 +75,13 @@ _OFFSET = (1 << _SLOT_BITS) - 1
 
 
 def symbol(slot: int, offset: int = 0) -> int:
-    """Return the symbol (a relocatable address) of an offset in a slot's memory."""
+    """Return the symbol (a relocatable address) of an offset in the memory of operand slot `slot`."""
     return _SYMBOL | slot << _SLOT_BITS | offset
 
 
 @dataclass(frozen=True, slots=True)
 class LoweredSteps:
-    """Lowered steps, shared by all nodes or groups of a kind.
+    """The steps (kernel launches) of a node or fused group, shared by all of its kind.
 
     Attributes:
         n_steps: Number of steps.
@@ -118,7 +118,7 @@ NOTHING: Final = LoweredSteps(
 
 
 class LoweringContext:
-    """Collects the steps of a node or group (the item).
+    """Collects the steps (kernel launches) of a node or fused group (the item).
 
     Args:
         backend: The stream.
@@ -160,7 +160,7 @@ class LoweringContext:
         return operand.offset if isinstance(operand, Mem) else self._symbols[operand]
 
     def mem(self, operand: Tensor) -> Mem:
-        """Return an operand as a `Mem`, to take strided windows of it."""
+        """Return an operand as a `Mem` (address, type, extents, strides), to take strided windows of it."""
         return Mem(None, self.address(operand), operand.dtype, operand.ne, operand.nb)
 
     def scratch(self, nbytes: int) -> int:
@@ -175,7 +175,7 @@ class LoweringContext:
         return int(array.ctypes.data)
 
     def activations(self, tensor: Tensor, nbytes: int, layout: ActivationLayout) -> tuple[int, bool]:
-        """Return memory (a symbol) for a tensor's quantised values, and whether it has them already."""
+        """Return the address (a symbol) for a tensor's quantised values, and whether they are there."""
         key = (self._symbols[tensor] & ~_OFFSET & ~_SYMBOL) >> _SLOT_BITS, layout
         are_there = self._in_memory == key
         if not are_there:
@@ -184,7 +184,7 @@ class LoweringContext:
         return symbol(ACTIVATIONS), are_there
 
     def chunks(self, work: float, most: int | None = None) -> int:
-        """Return the number of chunks for a step of estimated time `work` [ns], at most `most`."""
+        """Return the number of chunks, at most `most`, for a step of estimated time `work` [ns]."""
         if work < LEAST_WORK:
             return 1
         n = max(2, min(int(work // CHUNK_WORK), CHUNKS_PER_THREAD * self.n_threads))
@@ -199,7 +199,7 @@ class LoweringContext:
         args: Sequence[int | float],
         n_chunks: int = 1,
     ) -> None:
-        """Append a step that runs a kernel.
+        """Append a step: a kernel with compile-time `params`, arguments and number of chunks.
 
         Args:
             kernel: The function that emits its code.
@@ -301,7 +301,7 @@ def _strides(operand: Tensor | Mem, ne: Ne) -> Sequence[int]:
 
 
 def past_caches(operands: Sequence[Tensor | Mem], ctx: LoweringContext) -> bool:
-    """Whether to use non-temporal stores for the first operand, as the operands exceed the caches."""
+    """Whether to write the first operand by non-temporal stores, as all operands exceed the caches."""
     nbytes = sum(prod(t.ne) * t.dtype.type_size for t in operands)
     if nbytes <= ctx.n_threads * cached_nbytes():
         return False

@@ -39,7 +39,7 @@ def _function(node: Tensor) -> str:
 
 
 def plain_function(node: Tensor) -> str | None:
-    """Name of a node's function in `FUNCTIONS`; `None` if it is not there or has parameters."""
+    """Name in `FUNCTIONS` of a node's function; `None` if it is not there or has parameters."""
     fn = _function(node)
     return fn if fn in FUNCTIONS and fn not in _PARAMS else None
 
@@ -69,7 +69,7 @@ def elementwise(
     ctx: LoweringContext,
     one_per_row: bool = False,
 ) -> None:
-    """Emit the step of an element-wise function.
+    """Append the step of the element-wise function `fn` to `ctx`.
 
     Args:
         fn: The function's name in `FUNCTIONS`.
@@ -87,7 +87,7 @@ _TWO = operands(FLOATS, FLOATS), in_rows(0, 1, RESULT)
 
 
 def repeats_one(i: int) -> Condition:
-    """Return the condition that operand `i` is broadcast only along dimensions of extent 1."""
+    """Return the condition that operand `i` is broadcast only along dimensions where its extent is 1."""
 
     def check(node: Tensor) -> str | None:
         b = node.operand(i)

@@ -71,7 +71,7 @@ def product(
     tail: tiles.Epilogue = NO_EPILOGUE,
     added: Tensor | None = None,
 ) -> None:
-    """Emit the steps of a matrix product, with an epilogue if `can_have_epilogue`.
+    """Emit the steps of a matrix product, with the epilogue `tail` if `can_have_epilogue`.
 
     Args:
         node: The product.
@@ -136,7 +136,7 @@ def is_many(node: Tensor) -> bool:
 
 
 def can_have_epilogue(node: Tensor) -> bool:
-    """Whether an epilogue can be fused into a product that `is_many`: if it writes each element once."""
+    """Whether a product can have an epilogue: if it `is_many` and writes each element only once."""
     a = node.operand(0)
     if not is_many(node) or RULES.declines(node) is not None:
         return False
@@ -144,12 +144,12 @@ def can_have_epilogue(node: Tensor) -> bool:
 
 
 def is_interleaved(weight: Tensor) -> bool:
-    """Whether a weight is stored in strips (`LLVM_Repacked`)."""
+    """Whether a weight is stored in strips of 16 interleaved rows (`LLVM_Repacked`)."""
     return weight.buffer is not None and bool(weight.buffer.packing(weight))
 
 
 def rows_at_once(weight: Tensor, n: int) -> int:
-    """Return the rows of a weight, read in place, that a kernel multiplies together, for `n` activations."""
+    """Return the number of weight rows that a kernel multiplies together, for `n` rows of activations."""
     if is_interleaved(weight):
         return interleaved.ROWS
     if weight.dtype.is_quantized:
