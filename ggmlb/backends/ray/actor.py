@@ -14,14 +14,16 @@ WATCH = "watch"
 
 
 class NodeActor:
-    """A Ray actor that owns a `Node`. Calls of `run` are in order; `ping` answers at any time.
+    """A Ray actor that owns a `Node`, the remote end of a connection.
+
+    Calls of `run` are in order; `ping` answers at any time.
 
     It does not derive from `Node`, as Ray wraps each method of an actor's class. `start` replaces the
     constructor, of which Ray reports errors only as text.
     """
 
     def start(self, *args: Any) -> list[dict[str, Any]]:
-        """Create the `Node`; return its `facts`."""
+        """Create the `Node`; return the `facts` about its devices."""
         self._node = Node(*args)
         return self._node.facts()
 
@@ -31,5 +33,5 @@ class NodeActor:
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def ping(self) -> int:
-        """Return the process id."""
+        """Return the id of the actor's process."""
         return os.getpid()

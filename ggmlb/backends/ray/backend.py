@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RayEvent(Event):
-    """An event of a remote stream, represented by the actor call after which it is complete.
+    """An event of a remote stream: complete when the actor call with the work before it is done.
 
     Attributes:
         call: The call; `None` until recorded, or if no work was pending then.

@@ -58,7 +58,7 @@ class RayBufferType(BufferType):
         return self.is_plain or self._of(tensor).is_readable
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Type and byte strides of the tensor as stored there."""
+        """Type and byte strides with which the buffer type stores the tensor."""
         return (tensor.dtype, tensor.nb) if self.is_plain else self._of(tensor)[1:3]
 
     def packing(self, tensor: Tensor) -> str:
@@ -111,13 +111,13 @@ class RayBuffer(Buffer):
         return MemoryRange(self.handle, tensor.offset + offset, tensor.nbytes if nbytes is None else nbytes)
 
     def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        """Queue a write; the data must not change until it is sent."""
+        """Queue a write of `data` to a tensor, `offset` bytes in; `data` must not change until it is sent."""
         for start in range(0, data.nbytes, self.piece):
             piece = data[start : start + self.piece]
             self.link.write(self.span(tensor, offset + start, piece.nbytes), piece)
 
     def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        """Queue a read into an array, filled when the call is done."""
+        """Queue a read from a tensor, `offset` bytes in, into `out`, filled when the call is done."""
         for start in range(0, out.nbytes, self.piece):
             piece = out[start : start + self.piece]
             self.link.read(self.span(tensor, offset + start, piece.nbytes), piece)
@@ -171,12 +171,12 @@ class RayBuffer(Buffer):
 
 
 class RayStoringBuffer(RayBuffer):
-    """A remote buffer that repacks tensors: a transfer sends the tensor's record, and is not split."""
+    """A remote buffer that repacks tensors: a transfer sends the serialised tensor, and is not split."""
 
     piece = sys.maxsize
 
     def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
-        """Return the range of `nbytes` of a tensor (default: all), identified by its record."""
+        """Return the range of `nbytes` of a tensor (default: all), with the tensor's serialised record."""
         return MemoryRange(self._record(tensor), offset, tensor.nbytes if nbytes is None else nbytes)
 
     def _init_tensor(self, tensor: Tensor) -> None:

@@ -37,7 +37,7 @@ class FilePart(NamedTuple):
 
 
 class SharedFiles:
-    """The files of shared folders.
+    """The files in folders shared by all machines.
 
     Args:
         folders: Paths of the folders, the same on all machines.
@@ -72,7 +72,7 @@ class SharedFiles:
         return None
 
     def read(self, nbytes: int, path: str, offset: int, size: int, mtime_ns: int) -> Bytes:
-        """Read a part of a shared file.
+        """Read a part of a shared file, if its size and modification time are those on the driver.
 
         Raises:
             BackendError: The file cannot be read, or differs from the driver's.

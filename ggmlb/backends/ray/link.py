@@ -50,7 +50,7 @@ ANSWER_S: Final = 6.0
 
 
 class MemoryRange(NamedTuple):
-    """A range of a node's memory.
+    """A range of memory on a node (machine).
 
     Attributes:
         place: A buffer's handle; or a tensor's record, if the buffer repacks tensors.
@@ -64,7 +64,7 @@ class MemoryRange(NamedTuple):
 
 
 class Planned:
-    """A plan on a node, and the reads expected after it.
+    """A graph plan on a node, and the reads expected after its computation.
 
     Attributes:
         handle: The plan's handle.
@@ -107,7 +107,7 @@ class Call:
 
 
 class Read:
-    """A read that is part of a call.
+    """A read of remote memory that is part of a call.
 
     Attributes:
         call: The call; `None` until it is sent.
@@ -122,18 +122,18 @@ class Read:
 
     @property
     def ref(self) -> Any:
-        """Reference to the Ray object with the data; only if `is_apart`."""
+        """Reference to the Ray object with the read's data; only if `is_apart` (a separate object)."""
         assert self.call is not None
         return self.call.refs[1 + self._at]
 
     def into(self, out: Bytes) -> None:
-        """Register an array to fill when the call is done; fill it now if it is."""
+        """Register the array `out` to fill when the call is done; fill it now if the call is done."""
         self._outs.append(out)
         if self.call is not None and self.call.first is not None:
             self.deliver()
 
     def deliver(self) -> None:
-        """Fill the registered arrays; call it when the call is done."""
+        """Fill the registered arrays; the call must be done."""
         if not self._outs:
             return
         assert self.call is not None
@@ -148,7 +148,7 @@ class Read:
 
 
 class Link:
-    """The driver's end of a connection.
+    """The driver's end of a connection to a node (machine).
 
     Attributes:
         title: Name of the node in messages.
@@ -196,7 +196,7 @@ class Link:
     # -- collecting ----------------------------------------------------------------------------
 
     def queue(self, *command: Any) -> None:
-        """Add a command to the batch.
+        """Add a command (name and arguments) to the batch for the next actor call.
 
         Raises:
             DeviceLostError: The node is lost.
@@ -208,7 +208,7 @@ class Link:
             self._commands.append(command)
 
     def release(self, *command: Any) -> None:
-        """Add a command that frees something to the next batch; safe at any time, in any thread."""
+        """Add a command that frees a remote resource to the next batch; safe in any thread."""
         if self._lost is None:
             self._garbage.append(list(command))
 
@@ -223,13 +223,16 @@ class Link:
                 self.flush()
 
     def write_from(self, span: MemoryRange, source: Read) -> None:
-        """Add a write of data that another node reads; it goes directly from node to node."""
+        """Add a write of data that another node reads (`source`); they go directly from node to node."""
         with self._lock:
             self.queue("write", *span, True)
             self._take(source)
 
     def add_from(self, span: MemoryRange, before: Sequence[Read], after: Sequence[Read]) -> None:
-        """Add a float32 sum, in place: of other nodes' reads `before`, the range itself, and `after`."""
+        """Add a float32 sum, in place and in this order: reads `before`, the range, reads `after`.
+
+        The reads are of other nodes.
+        """
         with self._lock:
             self.queue("add", *span, len(before), len(after))
             for source in (*before, *after):
@@ -241,21 +244,21 @@ class Link:
         self._sources.append(source.call.link)
 
     def after(self, call: Call) -> None:
-        """Make the next batch wait for a call to another node."""
+        """Make the next batch wait until a call to another node is done."""
         with self._lock:
             self._check()
             self._waits.append(call.refs[0])
             self._sources.append(call.link)
 
     def read(self, span: MemoryRange, out: Bytes) -> None:
-        """Add a read into an array, or use the read-ahead."""
+        """Fill `out` from remote memory: with data read ahead after a computation, else by a new read."""
         with self._lock:
             self._check()
             is_apart = span.nbytes >= APART
             (self._was_ahead(span, is_apart) or self._collect(span, is_apart)).into(out)
 
     def read_apart(self, span: MemoryRange) -> Read:
-        """Send a read whose data stay in the object store, for another node; or use the read-ahead."""
+        """Send a read, or use data read ahead; they stay in the object store, for another node."""
         with self._lock:
             self._check()
             read = self._was_ahead(span, True)
@@ -288,7 +291,7 @@ class Link:
             self._taking.step(progress)
 
     def end_progress(self) -> None:
-        """End the upload's progress line with its duration; called when the node computes."""
+        """End the upload's progress line with its duration; called when the node computes a graph."""
         with self._lock:
             if self._taking is not None:
                 self._taking.end()
@@ -297,7 +300,7 @@ class Link:
     # -- sending -------------------------------------------------------------------------------
 
     def compute(self, plan: Planned) -> None:
-        """Send the batch with a computation, and the reads expected after it."""
+        """Send the batch, a computation of the plan, and the reads that followed the previous one."""
         with self._lock:
             self.end_progress()
             self.queue("compute", plan.handle)
@@ -311,7 +314,7 @@ class Link:
             self.flush()
 
     def ask(self, *command: Any) -> Any:
-        """Run a command synchronously; return its result.
+        """Run one command on the node synchronously; return its result.
 
         Raises:
             Error: It failed, or earlier work did.
@@ -327,7 +330,7 @@ class Link:
             return results[-1] if results else None
 
     def flush(self) -> Call | None:
-        """Send the batch; return the last call in progress, or `None`."""
+        """Send the batch of commands; return the last actor call in progress, or `None`."""
         with self._lock:
             if self._lost is not None:
                 self._begin()
@@ -339,7 +342,7 @@ class Link:
             return self._calls[-1] if self._calls else None
 
     def mark(self) -> Call | None:
-        """Send the batch; return the call after which it is done, or `None` if all is done.
+        """Send the batch; return the call that completes all work so far, or `None` if all is done.
 
         Raises:
             DeviceLostError: The node is lost.
@@ -403,7 +406,7 @@ class Link:
                     ray.get(ref, timeout=0)
 
     def fetch(self, ref: Any) -> Any:
-        """Return a Ray object of a call that is done.
+        """Return the value of a Ray object that belongs to a call that is done.
 
         Raises:
             DeviceLostError: The node that holds it is lost.

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions that must be equal on driver and node."""
+    """Return the versions (such as ggmlb's and Python's) that must be equal on driver and node."""
     return {
         "protocol": PROTOCOL,
         "ggmlb": metadata.version("ggmlb"),
@@ -65,7 +65,7 @@ def versions() -> dict[str, Any]:
 
 
 class Stored(NamedTuple):
-    """How a buffer type stores a tensor: allocation size [bytes], and `BufferType`'s other properties."""
+    """How a buffer type stores a tensor: allocation size [bytes], type, byte strides, packing and more."""
 
     nbytes: int
     dtype: DType

@@ -35,7 +35,7 @@ _FLAGS: Final = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | Tensor
 
 
 class TensorRecord(NamedTuple):
-    """A serialised tensor; hashable.
+    """A tensor serialised for another process; hashable.
 
     Attributes:
         dtype, ne, nb: Type, extents and strides [bytes].
@@ -76,7 +76,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def number_below(number: Any, end: int, what: str) -> int:
-    """Check that a number is an integer from 0 to `end - 1`, and return it."""
+    """Return `number` if it is an integer from 0 to `end - 1`, else refuse it; `what`: its name."""
     if type(number) is not int or not 0 <= number < end:
         refuse(f"{what}: {number!r} is not a whole number from 0 to {end - 1}")
     return number
@@ -86,7 +86,7 @@ def number_below(number: Any, end: int, what: str) -> int:
 
 
 def packed(head: bytes, data: Iterable[Bytes]) -> bytes:
-    """Concatenate a pickled list `head` (empty: an empty list) and arrays to a message."""
+    """Concatenate a pickled list `head` (no bytes: an empty list) and arrays to a message."""
     return b"".join((len(head).to_bytes(4, "little"), head, *(part.data for part in data)))
 
 
@@ -111,7 +111,7 @@ def unsendable(node: Tensor) -> str | None:
 def graph_record(
     nodes: Iterable[Tensor], uses: Mapping[Tensor, int], handle_of: Callable[[Buffer], int]
 ) -> tuple[Records, list[int]]:
-    """Serialise nodes: return the tensors' records, and the indices of the nodes.
+    """Serialise nodes of a graph: return records of all tensors, and the indices of the nodes.
 
     Args:
         nodes: Allocated nodes in topological order.
@@ -126,7 +126,7 @@ def graph_record(
 
 
 def node_record(node: Tensor, handle_of: Callable[[Buffer], int] | None = None) -> Records:
-    """Serialise a tensor and its operands, by default without their buffers.
+    """Serialise a tensor and its operands; `handle_of`: handles of buffers (default: omitted).
 
     Args:
         node: The tensor, or node.
@@ -178,7 +178,9 @@ class _Writer:
 
 
 def read_node(records: Records, buffer_of: Callable[[int], Buffer]) -> Tensor:
-    """Deserialise the records of `node_record`; return the tensor. Tensors may have no buffer.
+    """Deserialise the records of `node_record`, with buffers from `buffer_of`; return the tensor.
+
+    Tensors may have no buffer.
 
     Raises:
         RefusedError: As `read_graph`.
@@ -187,7 +189,7 @@ def read_node(records: Records, buffer_of: Callable[[int], Buffer]) -> Tensor:
 
 
 def read_graph(record: tuple[Records, list[int]], buffer_of: Callable[[int], Buffer]) -> Graph:
-    """Deserialise the records of `graph_record`; return the graph.
+    """Deserialise the result of `graph_record`, with buffers from `buffer_of`; return the graph.
 
     Args:
         record: Result of `graph_record`.
