@@ -35,13 +35,13 @@ NORMAL_AS_SIGMOID = (
 
 
 def alibi(n_head: int, max_bias: float) -> tuple[int, float, float]:
-    """Return ALiBi's `n_head_log2`, `m0` and `m1` (see ggml's soft_max)."""
+    """Return ALiBi's `n_head_log2` (largest power of two up to `n_head`), and slope bases `m0` and `m1`."""
     n = 1 << floor(log2(n_head))
     return n, 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> Array:
-    """Return the ALiBi slope of each head; heads from `n_head_log2` on have odd powers of `m1`."""
+    """Return the ALiBi slope of each head `h`: `m0**(h+1)`, or odd powers of `m1` from `n_head_log2` on."""
     n, base, between = alibi(n_head, max_bias)
     heads = np.arange(n_head)
     slopes = np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1))

@@ -92,7 +92,7 @@ class Pattern:
 
 
 class Product(NamedTuple):
-    """A matrix product of a group, or the gate or up half of its rows.
+    """A matrix product of a fused group; or, if one product computes gate and up rows, either half of it.
 
     Attributes:
         node: The product.
@@ -142,13 +142,13 @@ class Group:
         self.reads = [(t, part in IN_PLACE) for part, operands in self.outside.items() for t in operands]
 
     def other(self, part: str) -> Tensor:
-        """Return the only operand of a part that comes from outside the group."""
+        """Return the operand of a part (a named node) from outside the group; there must be exactly one."""
         (tensor,) = self.outside[part]
         return tensor
 
     @property
     def products(self) -> list[Product]:
-        """The matrix products; of a gated unit the activated one (gate), then the other (up)."""
+        """The matrix products of the group; for a gated unit the activated one (gate), then the other."""
         if self.pattern != "glu":
             return [Product(self["mul_mat"], self.other("add") if "add" in self else None)]
 
@@ -279,7 +279,7 @@ _LAST = frozenset(op for pattern in PATTERNS for op in pattern.last.ops)
 
 
 def fuse(graph: Graph, can_fuse: CanFuse, *, by_place: bool = True) -> list[Tensor | Group]:
-    """Return the graph's nodes, with fused nodes as groups, in topological order.
+    """Return the graph's nodes in topological order, with nodes that one kernel computes joined to groups.
 
     A group has the position of its last node. A node is in at most one group.
 
@@ -297,7 +297,7 @@ def fuse(graph: Graph, can_fuse: CanFuse, *, by_place: bool = True) -> list[Tens
 
 
 def gather(graph: Graph, can_fuse: CanFuse) -> None:
-    """Move the nodes of each group found by `fuse` to its last node; for `Backend.graph_optimize`.
+    """Reorder a graph so that the nodes of each group that `fuse` finds stand together, at its last node.
 
     Views without an op are inserted after a group, so that the allocator keeps its operands until its
     result is placed. The groups are saved in `graph.marks`: a plan only checks whether they are valid.

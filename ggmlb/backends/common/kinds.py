@@ -31,7 +31,7 @@ MAX_KINDS: Final = 4096
 
 
 class Kinds(Generic[Lowered]):
-    """Cache of lowered steps by kind of node or fused group.
+    """Cache of lowered steps by kind: an op or fusion pattern, its parameters, and its operands' layouts.
 
     Attributes:
         lowered: Steps by kind.
@@ -44,18 +44,18 @@ class Kinds(Generic[Lowered]):
         self._numbers = count()  # of new forms; never reused, as kinds contain them
 
     def numbered(self, keys: Iterable[Hashable]) -> list[int]:
-        """Return a unique integer id for each form (layout, alignment, packing) of an operand."""
+        """Return an integer id for each operand form (layout, alignment, packing); equal forms share it."""
         return list(map(self.forms.setdefault, keys, self._numbers))
 
     def make_room(self) -> None:
-        """Clear the cache if it has grown too large."""
+        """Clear the cache if it has more than `MAX_KINDS` entries."""
         if max(len(self.lowered), len(self.forms)) > MAX_KINDS:
             self.lowered.clear()
             self.forms.clear()
 
 
 class Operands:
-    """Numbers the operands of a plan's nodes and groups; the last number stands for an absent operand.
+    """Numbering of all operands of a plan's nodes and groups; absent operands (`None`) get the last number.
 
     Args:
         tensors: For each item its nodes, each followed by its operands; empty if it computes nothing.
@@ -96,7 +96,7 @@ class Operands:
         self.addresses.append(0)
 
     def kind(self, item: Item, numbers: Sequence[int]) -> tuple[Hashable, ...]:
-        """Return the cache key of a node or group, given the numbers of its operands."""
+        """Return the cache key of a node or group, whose operands have these `numbers` in `Operands`."""
         what = _what(item)
         forms = map(self.forms.__getitem__, numbers)
         if len({*numbers}) == len(numbers):
@@ -106,7 +106,7 @@ class Operands:
 
 
 def operands_of(item: Item) -> Sequence[Tensor | None]:
-    """Return the nodes of an item, each followed by its operands; nothing for views and empty results."""
+    """Return each node of an item (node or group), then its operands; none for views, empty results."""
     if isinstance(item, Group):
         return [t for node in item.nodes for t in (node, *node.src)]
     return () if item.op in NO_OPS or item.is_empty else (item, *item.src)

@@ -35,14 +35,14 @@ TargetCondition = Callable[[Any, Any], "str | None"]
 
 
 class LoweringRule(NamedTuple):
-    """A lowering function and the conditions of its use."""
+    """A function that lowers a node or group to launches or calls, and the conditions of its use."""
 
     lower: Any
     conditions: tuple[Condition, ...]
     on: TargetCondition | None
 
     def declines(self, item: Item, target: Any) -> str | None:
-        """Return why the rule does not apply to an item, or `None` if it does."""
+        """Return why the rule does not apply to a node or group on this device, or `None` if it does."""
         for condition in self.conditions:
             why = condition(item)
             if why is not None:
@@ -51,7 +51,7 @@ class LoweringRule(NamedTuple):
 
 
 class Rules(Generic[Lower]):
-    """A backend's table of lowering rules, by op and fusion pattern.
+    """A backend's table of lowering rules: for each op and fusion pattern a list, the first match wins.
 
     Args:
         always: A condition added to the rules of all ops.
@@ -67,7 +67,7 @@ class Rules(Generic[Lower]):
     def rule(
         self, keys: Op | Name | Iterable[Op | Name], *conditions: Condition, on: TargetCondition | None = None
     ) -> Callable[[Lower], Lower]:
-        """Decorator that appends a lowering rule to the lists of ops or fusion patterns.
+        """Decorator that appends a function as a lowering rule of the ops or fusion patterns `keys`.
 
         Args:
             keys: The ops, or patterns.
@@ -84,7 +84,7 @@ class Rules(Generic[Lower]):
         return register
 
     def find(self, item: Item, target: Any = None) -> Lower | None:
-        """Return the function of the first rule that applies to an item, or `None`.
+        """Return the lowering function of the first rule that applies to a node or group, or `None`.
 
         Does not check that each node of a group could be lowered; `to_lower` does, once for each kind.
         """
@@ -98,7 +98,7 @@ class Rules(Generic[Lower]):
         return self._base.find(item, target)
 
     def to_lower(self, item: Item, target: Any = None) -> Lower:
-        """Return the function that lowers an item.
+        """Return the lowering function of the first rule that applies to a node or group; raise if none does.
 
         Raises:
             UnsupportedOpError: No rule applies to it, or to a node of the group.
@@ -119,7 +119,7 @@ class Rules(Generic[Lower]):
         return None
 
     def declines(self, node: Tensor, target: Any = None) -> str | None:
-        """Return why a node cannot be computed, or `None` if it can.
+        """Return why no rule applies to a node on this device, or `None` if one does.
 
         Args:
             node: The node.
@@ -194,12 +194,12 @@ def operands(*src: Types, out: Types = FLOATS) -> Condition:
 
 
 def all_operands(types: Types) -> Condition:
-    """Condition on the types of all present sources, and of the result."""
+    """Condition that all present sources, and the result, have one of these types."""
     return operands(*[types] * 16, out=types)
 
 
 def in_rows(*which: int) -> Condition:
-    """Condition that the rows of the given sources are contiguous, if present; `RESULT` is the result."""
+    """Condition that the sources `which`, if present (`RESULT`: the result), have contiguous rows."""
 
     def check(node: Tensor) -> str | None:
         for i in which:
@@ -219,7 +219,7 @@ def has_elements(node: Tensor) -> str | None:
 
 
 def converts(can: Callable[[DType, DType], bool]) -> Condition:
-    """Condition that src0's type converts to the result's; rows are contiguous if one is quantised.
+    """Condition that `can(src0's type, result's type)` is true; if one is quantised, rows are contiguous.
 
     Args:
         can: `can(src, dst)`: whether there is a conversion between two types.

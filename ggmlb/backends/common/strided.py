@@ -32,17 +32,17 @@ class Mem:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Mem:
-        """Return the argument for a placed tensor."""
+        """Return the kernel argument for a tensor: its buffer, offset, type, extents and strides."""
         packing = "" if tensor.buffer is None else tensor.buffer.packing(tensor)
         return cls(tensor.buffer, tensor.offset, tensor.dtype, tensor.ne, tensor.nb, packing)
 
     @classmethod
     def all_of(cls, node: Tensor) -> list[Mem]:
-        """Return the arguments for the operands of a node that are present, and its result."""
+        """Return the kernel arguments for a node: its present operands in order, then its result."""
         return [*map(cls.of, node.sources), cls.of(node)]
 
     def window(self, ne: Ne, nb: Ne | None = None, offset: int = 0, dtype: DType | None = None) -> Mem:
-        """Return a view with other extents, strides or type, from `offset` bytes on."""
+        """Return a part of this argument, from `offset` bytes on, with other extents, strides or type."""
         return Mem(
             self.buffer,
             self.offset + offset,
@@ -53,12 +53,12 @@ class Mem:
         )
 
     def tiled_to(self, ne: Ne) -> Mem:
-        """Return it broadcast to `ne`: stride 0 in dimensions with one element."""
+        """Return this argument broadcast to the extents `ne`: its dimensions of extent 1 get stride 0."""
         nb = tuple(0 if n == 1 else b for n, b in zip(self.ne, self.nb, strict=True))
         return self.window(ne, nb)  # type: ignore[arg-type]
 
     def steps(self) -> list[int]:
-        """Return the numbers that determine the alignment of rows: offset and outer strides [bytes]."""
+        """Return offset and strides of dimensions 1 to 3 [bytes], which decide how rows are aligned."""
         return [self.offset, *(b for n, b in zip(self.ne[1:], self.nb[1:], strict=True) if n > 1)]
 
 

@@ -26,7 +26,7 @@ def weight_in(buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS
 def misplaced(
     buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS, who: str = "products"
 ) -> str | None:
-    """Return why a node must not read operands in buffers of type `buft`, or `None`.
+    """Return why a node must not read its operands that are in buffers of type `buft`, or `None` if it may.
 
     Only ops of `readers` may, as `src0`; `who` names them in the message.
     """
@@ -45,14 +45,14 @@ def _is_in(buft: BufferType, tensor: Tensor | None) -> bool:
 
 
 class PackedBuffer(Buffer):
-    """Mixin for buffers that repack weights in `set_tensor` and `get_tensor`.
+    """Mixin for buffers that repack weights as they are written, and unpack them as they are read.
 
     Bytes change places only within a group, so that a partial write reads and repacks whole groups.
     """
 
     @abstractmethod
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Size of the unit in which a weight is repacked [bytes]."""
+        """Size of a group [bytes]: the unit of a weight that is repacked as a whole."""
 
     @abstractmethod
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:

@@ -16,7 +16,7 @@ _LEAST = 1 << 20
 
 
 class Workspace:
-    """Allocator of scratch arrays, which are reused from node to node.
+    """Allocator of a backend's scratch arrays; nodes, which run in order, use the same memory in turn.
 
     The steps of a backend run in order, so nodes and plans can share scratch. Memory that is too small is
     replaced; plans that bound parts of it keep it alive.
@@ -32,22 +32,22 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Size of the current memory [bytes]."""
+        """Size of the memory from which scratch is taken [bytes]."""
         return int(self._memory.size)
 
     def restart(self) -> None:
-        """Make all of the memory available again."""
+        """Make all of the workspace's memory available again."""
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return a C-contiguous array of undefined contents, valid until `restart`."""
+        """Return a C-contiguous scratch array of undefined contents, valid until the next `restart`."""
         dtype = np.dtype(dtype)
         n = prod(shape) * dtype.itemsize
         memory, start = self.reserve(n)
         return memory[start : start + n].view(dtype).reshape(shape)
 
     def reserve(self, n: int) -> tuple[Array, int]:
-        """Reserve `n` undefined bytes until `restart`; return the memory, and their offset in it."""
+        """Reserve `n` bytes of scratch until the next `restart`; return the memory and their offset."""
         if self._used + n > self._memory.size:
             try:
                 self._memory = self._allocate(max(n, 2 * self._memory.size, _LEAST))
