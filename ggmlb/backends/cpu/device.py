@@ -78,7 +78,7 @@ class CpuDevice(Device):
 
     @property
     def buffer_type(self) -> BufferType:
-        """Plain host memory."""
+        """Plain host memory, the CPU's default buffer type."""
         return self._buffer_type
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
@@ -108,7 +108,7 @@ class CpuDevice(Device):
         return ggmlb.backends.cpu.lowering.RULES
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Any host memory, of other devices too, and the extra buffer types."""
+        """Whether the CPU can read memory of a type: any host memory, and its extra buffer types."""
         return buft.is_host or buft in self.extra_bufts
 
     @property
@@ -127,7 +127,7 @@ class CpuReg(BackendReg):
 
     @property
     def devices(self) -> Sequence[Device]:
-        """One device."""
+        """The CPU as a single device."""
         return self._devices
 
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
@@ -141,7 +141,7 @@ class CpuReg(BackendReg):
 
 @cache
 def backend_reg() -> CpuReg:
-    """Return the registration; the registry calls this."""
+    """Return the CPU's registration; the registry of backends calls this."""
     return CpuReg()
 
 

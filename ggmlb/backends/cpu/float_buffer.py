@@ -48,7 +48,7 @@ class FloatBufferType(BufferType):
         return tensor.n_elements * 4 if self.suits(tensor) else tensor.nbytes
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Float32, each matrix transposed."""
+        """Return type and strides of a tensor as stored: for weights, float32 with each matrix transposed."""
         if not self.suits(tensor):
             return tensor.dtype, tensor.nb
         k, m, n2, _ = tensor.ne
@@ -80,7 +80,7 @@ class FloatBuffer(PackedBuffer, HostBuffer):
             )
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Size of a row in the weight's own type [bytes]."""
+        """Size of a row in the weight's own type [bytes], the unit in which weights are converted."""
         return tensor.dtype.row_size(tensor.ne[0])
 
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:

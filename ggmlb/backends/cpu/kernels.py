@@ -53,12 +53,12 @@ def storer(dtype: DType) -> Cast | None:
 
 
 def is_plain(*types: DType) -> bool:
-    """Whether NumPy itself converts between these types."""
+    """Whether NumPy itself converts between these types: not for quantised types and bf16."""
     return not any(t.is_quantized or t is DType.BF16 for t in types)
 
 
 def copy(dst: Array, src: Array) -> None:
-    """Convert as C does: floats to integers towards zero."""
+    """Copy `src` to `dst`, converting as C does: floats to integers towards zero."""
     np.copyto(dst, src, casting="unsafe")
 
 
@@ -103,7 +103,7 @@ def _quantize(dst: Array, src: Array, dtype: DType) -> None:
 
 
 def row_sum(x: Array) -> Array:
-    """Sums along the last axis, with `keepdims`.
+    """Return the sums along the last axis, which is kept with extent 1.
 
     As products with ones by BLAS: half the time of `numpy.sum` where rows are short.
     """
@@ -111,7 +111,7 @@ def row_sum(x: Array) -> Array:
 
 
 def row_dot(x: Array, y: Array) -> Array:
-    """Dot products along the last axis, with `keepdims`; by BLAS."""
+    """Return the dot products along the last axis, which is kept with extent 1; by BLAS."""
     return np.vecdot(x, y)[..., np.newaxis]
 
 
@@ -133,12 +133,12 @@ def check_index(index: Array, n: int) -> None:
 
 
 def take(y: Array, x: Array, index: Array, axis: int) -> None:
-    """`y[.., i, ..] = x[.., index[i], ..]` along one axis, for indices checked before."""
+    """Fill `y[.., i, ..] = x[.., index[i], ..]` along `axis`; the caller has checked the indices."""
     np.take(x, index, axis=axis, out=y, mode="clip")  # without a temporary
 
 
 def take_rows(y: Array, x: Array, index: Array) -> None:
-    """`y[.., i] = x[.., index[.., i]]` in each matrix of a batch."""
+    """Fill `y[.., i] = x[.., index[.., i]]` with rows of `x`, in each matrix of a batch."""
     check_index(index, x.shape[2])
     if x.shape[:2] != (1, 1):
         y[...] = x[(*_batch(*x.shape[:2]), index)]
@@ -149,7 +149,7 @@ def take_rows(y: Array, x: Array, index: Array) -> None:
 
 
 def put_rows(y: Array, x: Array, index: Array) -> None:
-    """`y[.., index[.., i]] = x[.., i]`; `index` repeats over the batch."""
+    """Write rows `y[.., index[.., i]] = x[.., i]` in each matrix of a batch; `index` repeats over it."""
     check_index(index, y.shape[2])
     if x.shape[:2] == (1, 1):
         y[0, 0][index[0, 0]] = x[0, 0]
@@ -160,7 +160,7 @@ def put_rows(y: Array, x: Array, index: Array) -> None:
 
 
 def add_rows(y: Array, x: Array, index: Array) -> None:
-    """`y[index[i]] += x[i]` for matrices, and rows that may repeat.
+    """Add the rows of matrix `x` to rows of matrix `y`: `y[index[i]] += x[i]`; indices may repeat.
 
     Adds the first of each repeated row, then the second, ...: `add.at` takes ten times as long.
     """

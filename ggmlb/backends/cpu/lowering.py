@@ -71,7 +71,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoweredCalls:
-    """The calls of a kind of node, before memory is bound.
+    """The NumPy calls for a kind of node (op, parameters, layouts), without the memory they work on.
 
     Attributes:
         steps: Calls in order; kernels that may join a tiled group are stages.
@@ -85,7 +85,7 @@ class LoweredCalls:
 
 
 def lower(node: Tensor, n_threads: int) -> LoweredCalls:
-    """Lower a node by its rule.
+    """Return the NumPy calls for a node, found by the first lowering rule that applies to it.
 
     Raises:
         UnsupportedOpError: The rules decline it.
@@ -97,7 +97,7 @@ def lower(node: Tensor, n_threads: int) -> LoweredCalls:
 
 
 def steps_of(lists: Sequence[list[Call]]) -> list[Step]:
-    """Turn lists of calls, one per worker, into steps: calls in order, or one parallel step."""
+    """Turn lists of calls, one per worker, into steps: a single list as it is, several as one step."""
     placed = [[_placed(*call) for call in calls] for calls in lists]
     return [*placed[0]] if len(placed) == 1 else [placed]
 
@@ -149,25 +149,25 @@ class NodeLowering:
     def scratch(
         self, shape: tuple[int, ...], item: np.dtype[Any] = _FLOAT32, dtype: DType = DType.F32
     ) -> View:
-        """View packed scratch memory, valid for the steps of this node."""
+        """View new contiguous scratch with items of NumPy dtype `item`, valid until this node is done."""
         self.scratch_nbytes.append(prod(shape) * item.itemsize)
         return View.packed(self._n_operands + len(self.scratch_nbytes) - 1, shape, item, dtype)
 
     def constant(self, array: Array) -> View:
-        """View an array that is the same for all nodes of the kind."""
+        """View an array of constants, computed at lowering, that all nodes of the kind share."""
         self.constants_nbytes += array.nbytes
         return View.packed(array.reshape(-1).view(np.uint8), array.shape, array.dtype)
 
     def f32(self, x: View) -> View:
-        """Return `x` if it is float32; else emit its conversion into scratch, and return that."""
+        """Return `x` if it is float32; else emit its conversion into scratch, and return the scratch."""
         return x if x.type is DType.F32 else self._copied(x)
 
     def packed_f32(self, x: View) -> View:
-        """As `f32`, with a contiguous result."""
+        """Return `x` if it is contiguous float32; else emit a copy into scratch, and return the scratch."""
         return x if x.type is DType.F32 and x.is_packed() else self._copied(x)
 
     def blas_f32(self, x: View) -> View:
-        """As `f32`, with matrices in a layout that BLAS accepts."""
+        """Return `x` if BLAS can read it (float32); else emit a copy into scratch, and return that."""
         return x if x.is_blas_matrix() else self._copied(x)
 
     def _copied(self, x: View) -> View:
@@ -176,29 +176,29 @@ class NodeLowering:
         return y
 
     def out_f32(self, t: Tensor) -> View:
-        """Return float32 memory for the result `t`: its own, or scratch that `store` converts."""
+        """Return float32 memory to compute `t` in: its own, or scratch, which `store` later copies to `t`."""
         return self.view(t) if t.dtype is DType.F32 else self.scratch(t.ne[::-1])
 
     def store(self, t: Tensor, y: View) -> None:
-        """Emit the conversion of `y`, from `out_f32(t)`, into the result, if one is needed."""
+        """Emit the conversion of `y`, from `out_f32(t)`, into the result `t`; nothing if `t` is float32."""
         if t.dtype is not DType.F32:
             self.copy(self.view(t), y)
 
     # -- steps -------------------------------------------------------------------------------------
 
     def emit(self, fn: Callable[..., Any], *args: Any) -> None:
-        """Append a call; arguments that are views become arrays."""
+        """Append the call `fn(*args)`; views among `args` become arrays when the call is bound to memory."""
         for arg in args:
             if isinstance(arg, np.ndarray):
                 self.constants_nbytes += arg.nbytes
         self.steps.append(_placed(fn, args))
 
     def emit_parallel(self, lists: Sequence[list[Call]]) -> None:
-        """Append lists of calls that may run in parallel."""
+        """Append calls that run in parallel: the calls of each list in order, the lists side by side."""
         self.steps += steps_of(lists)
 
     def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
-        """Emit `kernel(y, *x, *scratch)` over all elements; sources repeat over the result's shape.
+        """Emit an element-wise `kernel(y, *x, *scratch)`; sources are broadcast to the result's shape.
 
         Args:
             kernel: Fills `y` from float32 arrays of one shape; may use `scratch` arrays of that shape.
@@ -211,7 +211,7 @@ class NodeLowering:
         self.tiled(kernel, *map(self.view, (out, *src)), inner=inner, scratch=scratch, work=work)
 
     def rowwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
-        """Emit `kernel(y, *x, *scratch)` over rows: as `elementwise`, but rows (axis -1) stay whole.
+        """Emit `kernel(y, *x, *scratch)` on float32 rows, tile by tile; a row (axis -1) is never cut.
 
         Sources and result have the same number of rows; the lengths of their rows may differ. Scratch
         arrays are like the first source.
@@ -231,7 +231,7 @@ class NodeLowering:
         one_call: bool = False,
         convert: bool = True,
     ) -> None:
-        """Emit a kernel tile by tile, with conversions of operands to float32 and of the result from it.
+        """Emit a kernel tile by tile, with operands converted to float32 before it, and the result after it.
 
         Args:
             kernel: Called as `kernel(y, *x, *whole, *scratch)`.
@@ -272,7 +272,7 @@ class NodeLowering:
         self.steps += [stage] if may_join or stage.alone is None else stage.alone
 
     def copy(self, dst: View, src: View) -> None:
-        """Emit a copy between views of equal extents, converting from one type to the other."""
+        """Emit a copy of `src` to `dst`, of equal extents; converts `src`'s type to `dst`'s."""
         inner = int(dst.type.is_quantized or src.type.is_quantized)
         if dst.type is src.type or kernels.is_plain(dst.type, src.type):
             self.tiled(kernels.copy, dst, src, convert=False)
@@ -283,7 +283,7 @@ class NodeLowering:
             self.tiled(kernels.copy, dst, src, inner=inner, work=kernels.CAST)
 
     def workers(self, work: int, call: int | None = None) -> int:
-        """Return the number of threads for a cost in additions: all threads, or 1.
+        """Return the number of threads for `work` (a cost, in additions): all, or 1 if it is too small.
 
         `call` is the cost of one NumPy call (default `work`); it must be long enough, because a thread waits
         for the GIL after each.
@@ -298,7 +298,7 @@ RULES: Final[Rules[Callable[[NodeLowering, Tensor], Any]]] = Rules()
 
 @dataclass(slots=True, eq=False)
 class TileStage:
-    """A kernel that runs tile by tile, with its uncut operands.
+    """A kernel that is to run tile by tile, with its operands not yet cut.
 
     Attributes:
         kernel: The kernel.
@@ -326,20 +326,20 @@ class TileStage:
 
     @property
     def n_slots(self) -> int:
-        """Number of scratch arrays per worker, those for converted tiles included."""
+        """Number of scratch arrays that a worker needs: the kernel's own, and one per converted operand."""
         return self.n_scratch + len(self.casts) - self.casts.count(None)
 
     @property
     def n(self) -> int:
-        """Extent of the dimension that is cut."""
+        """Extent of the first dimension, along which tiles are cut."""
         return self.views[0].shape[0]
 
     def bound(self, bind: Callable[[View], View]) -> TileStage:
-        """Return a copy whose views are replaced by `bind(view)`."""
+        """Return a copy of the stage with each view replaced by `bind(view)`."""
         return replace(self, views=[*map(bind, self.views)], whole=[*map(bind, self.whole)])
 
     def cut(self, bounds: Sequence[int]) -> list[list[View]]:
-        """Return each tile's views, cut at `bounds` of the first dimension."""
+        """Return the views of each tile: tile i is `bounds[i]` to `bounds[i + 1]` of the first dimension."""
         parts = [((a, b - a),) for a, b in itertools.pairwise(bounds)]
         return [[piece(v, part) for v in self.views] for part in parts]
 
@@ -363,7 +363,7 @@ class TileStage:
 
 
 class TiledGroup:
-    """Stages that all run on one tile before the next tile begins, with shared scratch.
+    """Kernels (stages) that all run on one tile before the next tile begins, with shared scratch.
 
     All are cut at the fractions of the first dimension at which the first stage is. A stage can join if its
     first dimension can be cut there, and if no tile of it touches memory of another tile.
@@ -376,7 +376,7 @@ class TiledGroup:
         self._ranges: list[list[list[Range]]] | None = None
 
     def accepts(self, stage: TileStage) -> bool:
-        """Add a stage if it can run tile by tile with the others; return whether it can."""
+        """Add a stage to the group if it can run tile by tile with the others; return whether it did."""
         n_tiles, own = len(self._bounds) - 1, self.stages[0].n
         if not LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * NodeLowering.tile * n_tiles:
             return False
@@ -395,12 +395,12 @@ class TiledGroup:
         return True
 
     def lists(self, scratch: Scratch) -> list[list[Call]]:
-        """Return the calls of each worker; see `spread`."""
+        """Return a list of calls for each worker thread."""
         return spread(self.stages, self._tiles, scratch)
 
 
 def spread(stages: list[TileStage], cuts: list[list[list[View]]], scratch: Scratch) -> list[list[Call]]:
-    """Return each worker's list of calls; tiles are assigned to workers round-robin.
+    """Return a list of calls for each worker thread; tile i goes to worker i modulo their number.
 
     Args:
         stages: Run in order on each tile.

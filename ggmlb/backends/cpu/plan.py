@@ -42,7 +42,7 @@ Memory = list[tuple[Array, int]]
 
 
 class CpuLowering:
-    """Lowers nodes to steps: each kind by its rule once, each node by binding views to its memory.
+    """Lowering of nodes to bound calls: looks up or lowers each node's kind, then binds it to memory.
 
     Args:
         kinds: The device's cache of lowered nodes.
@@ -60,7 +60,7 @@ class CpuLowering:
         self._group_node = 0
 
     def lower(self, nodes: Iterable[Tensor]) -> tuple[list[BoundStep], list[int]]:
-        """Return the steps that compute the nodes, and the number of steps of each node.
+        """Return the steps (calls on arrays) that compute the nodes, and how many steps each node has.
 
         Raises:
             UnsupportedOpError: The rules decline a node.
@@ -160,7 +160,7 @@ def _placed(memory: Memory, view: View) -> View:
 
 
 class CpuPlan(GraphPlan):
-    """The bound steps of a graph, and the number of steps of each node.
+    """The steps (NumPy calls with their arrays) of a graph, and how many steps each node has.
 
     Nodes that run tile by tile together share steps, which count for the last of them.
     """

@@ -32,7 +32,7 @@ class Threads:
         self._begin()
 
     def run(self, lists: Sequence[Steps]) -> None:
-        """Run lists of calls in parallel, each list in order; raise the first exception.
+        """Run lists of calls on the threads, each list in order; raise the first exception.
 
         Each free thread takes the next list, so that a late thread delays no other.
         """

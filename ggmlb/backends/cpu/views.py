@@ -30,7 +30,7 @@ Index = int | slice | EllipsisType | None
 
 @dataclass(slots=True, eq=False)
 class View:
-    """A strided view of memory that may not be bound yet.
+    """A strided view of an operand or scratch, whose memory may be only a number, to be bound later.
 
     Attributes:
         memory: Number of an operand or piece of scratch of a node; a flat array of bytes once it is bound.
@@ -50,7 +50,7 @@ class View:
 
     @classmethod
     def lay(cls, memory: Any, dtype: DType, offset: int, ne: Ne, nb: Ne | None = None) -> View:
-        """View memory as a tensor with extents `ne` and strides `nb` (default: contiguous)."""
+        """View memory from byte `offset` on as a tensor with extents `ne`, strides `nb` (or contiguous)."""
         if nb is None:
             nb = contiguous_nb(dtype, ne)
         shape, strides = ne[::-1], nb[::-1]
@@ -63,21 +63,21 @@ class View:
     def packed(
         cls, memory: Any, shape: tuple[int, ...], item: np.dtype[Any], dtype: DType = DType.F32
     ) -> View:
-        """View memory from its beginning as a C-contiguous array."""
+        """View memory from its beginning as a C-contiguous array with items of NumPy dtype `item`."""
         return cls(memory, dtype, item, 0, shape, packed_strides(shape, item.itemsize))
 
     def place(self) -> Place:
-        """Return the memory number and layout, from which a plan makes the array; or a constant's array."""
+        """Return what a plan makes the array from: memory number and layout, or the array of a constant."""
         if isinstance(self.memory, int):
             return self.memory, self.item, self.offset, self.shape, self.strides
         return CONSTANT, np.ndarray(self.shape, self.item, self.memory, self.offset, self.strides), 0, (), ()
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
-        """Return a view with other shape and strides, `offset` bytes further on."""
+        """Return a view with other shape and strides, which begins `offset` bytes after this one."""
         return View(self.memory, self.type, self.item, self.offset + offset, shape, strides)
 
     def first(self, shape: tuple[int, ...]) -> View:
-        """Return the first items of packed memory, in that shape."""
+        """Return the first items of contiguous memory as a contiguous view of this shape."""
         return self.reshaped(shape, packed_strides(shape, self.item.itemsize))
 
     def reshape(self, *shape: int) -> View:
@@ -147,7 +147,7 @@ class View:
         return self.reshaped(tuple(shape), tuple(strides), offset)
 
     def split(self, axis: int, period: int) -> View:
-        """Return the view with one axis split in two, the second of extent `period`."""
+        """Return the view with `axis` of extent n split into two, of extents `n // period` and `period`."""
         n, stride = self.shape[axis], self.strides[axis]
         return self.reshaped(
             (*self.shape[:axis], n // period, period, *self.shape[axis + 1 :]),
@@ -166,14 +166,14 @@ class View:
         )
 
     def is_blas_matrix(self) -> bool:
-        """Whether BLAS can read the last two dimensions in place: float32, one with a stride of 4 bytes."""
+        """Whether BLAS can read the matrices in place: float32, contiguous along rows or along columns."""
         (rows, columns), (row, column) = self.shape[-2:], self.strides[-2:]
         return self.type is DType.F32 and (
             (column == 4 and row >= columns * 4) or (row == 4 and column >= rows * 4)
         )
 
     def value_shape(self) -> tuple[int, ...]:
-        """The shape in elements; differs from `shape`, in bytes, for quantised types."""
+        """The shape in tensor elements; the last extent of `shape` is in bytes for quantised types."""
         if not self.type.is_quantized:
             return self.shape
         return (*self.shape[:-1], self.shape[-1] // self.type.type_size * self.type.block_size)
@@ -189,7 +189,7 @@ def packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
-    """Repeat views over the extents of the first, without a copy; all results have equal extents.
+    """Broadcast views to the extents of the first one, without a copy, except in the last `inner` dimensions.
 
     An extent of 1 repeats with stride 0. Where an extent divides the first view's (ggml's broadcasting),
     the dimension is split in two in all views. The last `inner` dimensions stay as they are.
@@ -217,7 +217,7 @@ def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
 
 
 def merged(views: Sequence[View], inner: int = 0) -> list[View]:
-    """Merge neighbouring dimensions that are contiguous in all views; the last `inner` are not merged.
+    """Merge neighbouring dimensions where every view is contiguous; the last `inner` dimensions stay.
 
     The views must agree in all extents but those of the last `inner` dimensions. At least one outer
     dimension remains.
@@ -235,7 +235,7 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
 
 
 def grouped(a: View, *others: View) -> list[View]:
-    """Reshape the operands of a product: the batch dimensions that `a` is broadcast over become rows.
+    """Reshape a product's operands: batch dimensions over which `a` repeats become rows of the others.
 
     `a` is `[n3, n2, m, k]`; it repeats over the others, `[n3 r3, n2 r2, rows, columns]`. It is returned
     as `[n3, n2, 1.., m, k]`, the others as `[n3, n2, .., rows, columns]`.
@@ -259,7 +259,7 @@ Cut = tuple[tuple[int, int], ...]
 
 
 def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
-    """Yield the cuts of an outer shape of rows (of `row` items) into tiles of about `limit` items.
+    """Yield the cuts of a shape of rows, `row` items each, into tiles of about `limit` items.
 
     Without a limit, the whole shape is one tile.
     """
@@ -279,7 +279,7 @@ def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
 
 
 def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[View]]:
-    """Cut views of equal outer extents into tiles of at most about `limit` items of the largest view.
+    """Cut views alike into tiles; of the largest view, a tile has about `limit` items at most.
 
     The last `inner` dimensions are never cut.
     """
@@ -291,6 +291,6 @@ def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[Vie
 
 
 def piece(view: View, cut: Cut) -> View:
-    """Return a tile of a view: starts and counts in its first dimensions."""
+    """Return the part of a view that `cut` gives by start and count in each of its first dimensions."""
     offset = sum(start * stride for (start, _), stride in zip(cut, view.strides, strict=False))
     return view.reshaped((*(n for _, n in cut), *view.shape[len(cut) :]), view.strides, offset)

@@ -27,7 +27,7 @@ def arange(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.FILL, operands(FLOATS))
 def fill(lw: NodeLowering, t: Tensor) -> None:
-    """The same value everywhere."""
+    """All elements set to the node's constant."""
     value = t.params["value"]
     lw.tiled(lambda y: y.fill(value), lw.view(t))
 

@@ -23,7 +23,7 @@ from ggmlb.core.tensor import Tensor
 
 
 class Axis(NamedTuple):
-    """The geometry of a sliding kernel along one dimension.
+    """Geometry of a convolution or pooling kernel that slides over data, along one dimension.
 
     Attributes:
         n: Elements of the data.
@@ -43,7 +43,7 @@ class Axis(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Extent of the padded data."""
+        """Extent of the data with its padding, as far as the kernel reaches."""
         reach = (self.places - 1) * self.stride + (self.taps - 1) * self.dilation + 1
         return max(reach, self.padding + self.n)
 
@@ -60,7 +60,7 @@ def axes_of(
 
 
 def padded(lw: NodeLowering, x: View, axes: Sequence[Axis], fill: float = 0.0) -> View:
-    """Return `x` as float32 with padding; if it is not, emit a copy into scratch."""
+    """Return `x` as padded float32: itself if it is that and needs no padding, else a copy in scratch."""
     shape = (*x.shape[:2], *(a.width for a in axes))
     if shape == x.shape:
         return lw.f32(x)
@@ -73,19 +73,19 @@ def padded(lw: NodeLowering, x: View, axes: Sequence[Axis], fill: float = 0.0) -
 
 
 def memory_order(x: View) -> list[int]:
-    """The dimensions by stride, the largest first."""
+    """Return the dimensions of a view in the order of their strides, the largest first."""
     return sorted(range(len(x.shape)), key=lambda d: -x.strides[d])
 
 
 def unpadded(x: View, axes: Sequence[Axis]) -> View:
-    """The view without its padding."""
+    """Return the view of padded data `x` without its padding."""
     for i, a in enumerate(axes):
         x = x.cut(2 + i, a.padding, a.n)
     return x
 
 
 def windows(x: View, axes: Sequence[Axis]) -> View:
-    """View padded data as `[N, C, places.., taps..]`: the window of each position of the kernel."""
+    """View padded data as `[N, C, places.., taps..]`: for each place of the kernel, the elements under it."""
     steps = list(zip(axes, x.strides[2:], strict=True))
     return x.reshaped(
         (*x.shape[:2], *(a.places for a in axes), *(a.taps for a in axes)),
@@ -94,7 +94,7 @@ def windows(x: View, axes: Sequence[Axis]) -> View:
 
 
 def each_tap(*patches: View) -> Iterator[tuple[View, ...]]:
-    """Iterate over the taps of views `[N, C, places.., taps..]`; yields one `[N, C, places..]` per view."""
+    """Yield, for each tap (element of the kernel), one `[N, C, places..]` of each view `[.., taps..]`."""
     shape = patches[0].shape
     n = 2 + (len(shape) - 2) // 2
     for tap in product(*map(range, shape[n:])):
@@ -105,7 +105,7 @@ def each_tap(*patches: View) -> Iterator[tuple[View, ...]]:
 
 
 def fold(lw: NodeLowering, y: View, patches: View, axes: Sequence[Axis]) -> None:
-    """Emit the sum of overlapping patches into the data `y`: the gradient of `windows`.
+    """Emit the sum of the overlapping windows `patches` into the data `y`: the gradient of `windows`.
 
     The patches are float32, `[N, C, places.., taps..]`.
     """
@@ -119,7 +119,7 @@ def fold(lw: NodeLowering, y: View, patches: View, axes: Sequence[Axis]) -> None
 
 
 def unfolded(rows: View, axes: Sequence[Axis]) -> View:
-    """View im2col's rows, `[C taps..]` for each place, as `[N, C, places.., taps..]`."""
+    """View im2col's rows, `[C taps..]` for each place of the kernel, as `[N, C, places.., taps..]`."""
     rank = len(axes)
     for i in range(rank):
         rows = rows.split(rank + 1 + i, prod(a.taps for a in axes[i:]))
@@ -128,12 +128,12 @@ def unfolded(rows: View, axes: Sequence[Axis]) -> View:
 
 
 def without_first(view: View) -> View:
-    """The view without its first dimension."""
+    """Return the first element of the view along its first dimension, without that dimension."""
     return view.reshaped(view.shape[1:], view.strides[1:])
 
 
 def sum_of_products(y: Array, *operands: Array) -> None:
-    """The kernel `y = x0 w0 + x1 w1 + ..` of operands `x0, w0, x1, w1, ..` and one scratch array."""
+    """Compute `y = x0 w0 + x1 w1 + ..`; `operands` are `x0, w0, x1, w1, ..` and one scratch array."""
     *factors, tmp = operands
     np.multiply(factors[0], factors[1], out=y)
     for x, w in zip(factors[2::2], factors[3::2], strict=True):
@@ -147,7 +147,7 @@ N_PATCH_ITEMS = 1 << 20
 
 @RULES.rule(Op.CONV_2D, operands(FLOATS, FLOATS))
 def conv_2d(lw: NodeLowering, t: Tensor) -> None:
-    """`y[n, o, place] = sum a[o, c, tap] b[n, c, place s + tap d - p]`."""
+    """Sum `y[n, o, place] = sum a[o, c, tap] b[n, c, place s + tap d - p]` over `c` and `tap`, in 2D."""
     kernel, data = t.sources
     axes = axes_of(t.params, data.ne[:2], kernel.ne[:2], t.ne[:2])
     _convolve(lw, lw.view(t), lw.view(data), lw.view(kernel), axes)
@@ -155,7 +155,7 @@ def conv_2d(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.CONV_3D, operands(FLOATS, FLOATS))
 def conv_3d(lw: NodeLowering, t: Tensor) -> None:
-    """As `conv_2d`, with depth; channels share a dimension with the batch."""
+    """Convolve in 3D, as `y[n, o, place] = sum a[o, c, tap] b[n, c, place s + tap d - p]`."""
     kernel, data = t.sources
     n_in, n_out = t.params["c"], t.params["oc"]
     axes = axes_of(t.params, data.ne[:3], kernel.ne[:3], t.ne[:3])
@@ -224,7 +224,7 @@ def conv_transpose_1d(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.CONV_TRANSPOSE_2D, operands(FLOATS, FLOATS, out=F32))
 def conv_transpose_2d(lw: NodeLowering, t: Tensor) -> None:
-    """As `conv_transpose_1d`, in two dimensions, for each image of a batch."""
+    """Convolve transposed, in 2D: `y[n, o, i] = sum a[c, o, tap] b[n, c, place]` with `i = place s + tap`."""
     y, kernel, data = (lw.view(x) for x in (t, *t.sources))
     _spread(lw, y, data, kernel, [t.params["stride"]] * 2)
 
@@ -263,7 +263,7 @@ def _batch(t: Tensor, view: View) -> View:
 
 @RULES.rule(Op.IM2COL, operands(ANY, FLOATS))
 def im2col(lw: NodeLowering, t: Tensor) -> None:
-    """`y[n, place, (c, tap)] = b[n, c, place s + tap d - p]`, 0 outside of the data."""
+    """Gather patches: `y[n, place, (c, tap)] = b[n, c, place s + tap d - p]`, 0 outside of the data."""
     kernel, data = t.sources
     axes = _axes(t, data, kernel, t)
     _unfold(lw, unfolded(_batch(t, lw.view(t)), axes), _batch(t, lw.view(data)), axes)
@@ -279,7 +279,7 @@ def im2col_back(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.IM2COL_3D, operands(ANY, FLOATS))
 def im2col_3d(lw: NodeLowering, t: Tensor) -> None:
-    """As `im2col`, with depth; the channels share a dimension with the batch."""
+    """Gather 3D patches: `y[n, place, (c, tap)] = b[n, c, place s + tap d - p]`, 0 outside of the data."""
     kernel, data = t.sources
     channels = t.params["ic"]
     depth = t.ne[3] // (data.ne[3] // channels)

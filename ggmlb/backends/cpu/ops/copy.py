@@ -33,7 +33,7 @@ def _copies(node: Tensor) -> str | None:
 @RULES.rule(Op.CONT, _copies)
 @RULES.rule(Op.DUP, _copies)
 def copy(lw: NodeLowering, t: Tensor) -> None:
-    """The elements in their logical order, in the result's type, shape and strides."""
+    """Copy the elements in their logical order into the result's type, shape and strides."""
     src = t.sources[0]
     y, x = lw.view(t), lw.view(src)
     if t.ne != src.ne:
@@ -88,12 +88,12 @@ def _window(lw: NodeLowering, t: Tensor) -> View:
 
 @RULES.rule(Op.SET, operands(PLAIN, PLAIN, out=PLAIN), in_window)
 def set_window(lw: NodeLowering, t: Tensor) -> None:
-    """`a`, with the window replaced by `b`."""
+    """Copy `a`, with the view given by `nb1, nb2, nb3, offset` replaced by `b` (SET)."""
     lw.copy(_window(lw, t), lw.view(t.sources[1]))
 
 
 @RULES.rule(Op.ACC, operands(F32, F32, out=F32), in_window)
 def acc(lw: NodeLowering, t: Tensor) -> None:
-    """`a`, with `b` added to the window."""
+    """Copy `a`, with `b` added to the view given by `nb1, nb2, nb3, offset` (ACC)."""
     window = _window(lw, t)
     lw.tiled(lambda y, x, b: np.add(x, b, out=y), window, window, lw.view(t.sources[1]))

@@ -35,13 +35,13 @@ def _values(lw: NodeLowering, t: Tensor) -> View:
 @RULES.rule(Op.MAP_CUSTOM2, operands(ANY, ANY, out=PLAIN))
 @RULES.rule(Op.MAP_CUSTOM3, operands(ANY, ANY, ANY, out=PLAIN))
 def map_custom(lw: NodeLowering, t: Tensor) -> None:
-    """`fun(dst, a, .., ith, nth, userdata)`."""
+    """Call the user's `fun(dst, a, .., ith, nth, userdata)` for each of `nth` tasks (MAP_CUSTOM)."""
     fun = t.params["fun"]
     _emit(lw, t, lambda i, n, userdata, dst, *args: fun(dst, *args, i, n, userdata))
 
 
 @RULES.rule(Op.CUSTOM, operands(*[ANY] * (MAX_ARGS + 1), out=PLAIN))
 def custom(lw: NodeLowering, t: Tensor) -> None:
-    """`fun(dst, args, ith, nth, userdata)`."""
+    """Call the user's `fun(dst, args, ith, nth, userdata)` for each of `nth` tasks (CUSTOM)."""
     fun = t.params["fun"]
     _emit(lw, t, lambda i, n, userdata, dst, *args: fun(dst, args, i, n, userdata))

@@ -139,7 +139,7 @@ def xielu(y: Array, x: Array, tmp: Array, *, alpha_n: float, alpha_p: float, bet
 
 
 def ufunc(function: np.ufunc) -> Kernel:
-    """Return NumPy's own function as a kernel."""
+    """Return the kernel `kernel(y, x)` that applies a NumPy ufunc of one argument."""
 
     def apply(y: Array, x: Array) -> None:
         function(x, out=y)

@@ -31,7 +31,7 @@ def normalise(n: int, eps: float) -> Kernel:
 
 
 def rsqrt(total: Array, n: int, eps: float) -> Array:
-    """`1 / sqrt(total / n + eps)`, in place."""
+    """Replace `total`, row sums of squares, by `1 / sqrt(total / n + eps)`, in place; return it."""
     total /= n
     total += eps
     total **= -0.5
@@ -69,7 +69,7 @@ def l2_norm(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.GROUP_NORM, operands(FLOATS))
 def group_norm(lw: NodeLowering, t: Tensor) -> None:
-    """`norm` over groups of channels (dimension 2); the last group may have fewer."""
+    """Normalise groups of `ceil(channels / n_groups)` channels (dimension 2); the last may have fewer."""
     n_channels, plane = t.ne[2], t.ne[0] * t.ne[1]
     per_group = -(-n_channels // t.params["n_groups"])
     (a,) = t.sources

@@ -27,7 +27,7 @@ def opt_step_sgd(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.OPT_STEP_ADAMW, operands(F32, FLOATS, F32, F32, F32, out=F32))
 def opt_step_adamw(lw: NodeLowering, t: Tensor) -> None:
-    """`w (1 - alpha decay) - alpha m h1 / (sqrt(v h2) + eps)`, with moments updated before.
+    """Update `w (1 - alpha decay) - alpha m h1 / (sqrt(v h2) + eps)`, after the moments `m` and `v`.
 
     `m = m beta1 + g (1 - beta1)`, and `v = v beta2 + g^2 (1 - beta2)`.
     """

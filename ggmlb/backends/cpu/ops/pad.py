@@ -68,7 +68,7 @@ def pad(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.PAD_REFLECT_1D, _types, same_types)
 def pad_reflect_1d(lw: NodeLowering, t: Tensor) -> None:
-    """Rows mirrored at their ends."""
+    """Pad rows at both ends by their elements mirrored there."""
     n, *others = t.sources[0].ne
     runs = _mirrored(n, t.params["left"], t.params["right"])
     _assemble(lw, t, [runs, *([(slice(0, m), slice(0, m))] for m in others)])

@@ -27,7 +27,7 @@ from ggmlb.core.tensor import Tensor
 def unpacked(
     lw: NodeLowering, t: Tensor, outputs: tuple[int, ...], states: tuple[int, ...]
 ) -> tuple[View, View]:
-    """Return views of the result's outputs and states, in these shapes."""
+    """Return two views of the result `t`: its first elements as `outputs` (a shape), the rest as `states`."""
     flat, n = lw.view(t).reshape(-1), prod(outputs)
     return flat[:n].reshape(*outputs), flat[n:].reshape(*states)
 
@@ -40,7 +40,7 @@ def scan(
     tokens: Sequence[View],
     held: Sequence[View] = (),
 ) -> None:
-    """Emit `advance(new, old, *token, *held)` for each token in turn; threads divide sequences or heads.
+    """Emit `advance(new, old, *token, *held)` for each token in turn; threads share sequences or heads.
 
     All arrays have the dimensions of sequences and heads in common, or 1 in place of them.
 
@@ -80,7 +80,7 @@ def _part(x: View, axis: int, here: slice) -> View:
 
 
 def update(new: Array, old: Array, decay: Array, rows: Array, columns: Array, outer: Array) -> None:
-    """`new[i, j] = old[i, j] decay + rows[i] columns[j]`, with scratch `outer`."""
+    """Compute `new[i, j] = old[i, j] decay + rows[i] columns[j]`; `outer` is scratch for the product."""
     np.multiply(rows[..., None], columns[..., None, :], out=outer)
     np.multiply(old, decay, out=new)
     np.add(new, outer, out=new)

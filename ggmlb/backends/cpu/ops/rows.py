@@ -47,7 +47,7 @@ def set_rows(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.GET_ROWS_BACK, operands(FLOATS, I32))
 def get_rows_back(lw: NodeLowering, t: Tensor) -> None:
-    """The sum of the rows `i` of `a` with `b[i] = j`, in row `j`."""
+    """Sum the rows of `a` by index: row `j` of the result is the sum of all rows `i` with `b[i] = j`."""
     a, b = t.sources[:2]
     x, index, y = lw.f32(lw.view(a)), lw.view(b), lw.out_f32(t)
     lw.emit(np.ndarray.fill, y, 0)
@@ -57,7 +57,7 @@ def get_rows_back(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.ADD_ID, operands(FLOATS, FLOATS, I32))
 def add_id(lw: NodeLowering, t: Tensor) -> None:
-    """`y[token, i] = a[token, i] + b[ids[token, i]]`: to each row, the one of its expert."""
+    """Add to each row the bias row of its expert: `y[token, i] = a[token, i] + b[ids[token, i]]`."""
     (a, b, ids) = t.sources
     n, n_used, n_tokens = t.ne[:3]
     bias, x = (lw.f32(lw.view(s)) for s in (b, a))

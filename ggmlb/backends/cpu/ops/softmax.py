@@ -16,7 +16,7 @@ from ggmlb.core.tensor import Tensor
 
 
 def per_head(view: View) -> View:
-    """Reshape one value per head to broadcast over rows."""
+    """Reshape a view of one value per head so that it broadcasts over the head's rows."""
     return view.reshaped((1, view.shape[-1], 1, 1), (0, view.strides[-1], 0, 0))
 
 

@@ -23,7 +23,7 @@ CUBIC = np.float32(-0.75)
 
 
 class Taps(NamedTuple):
-    """Source indices and weights of each element of the result, along one dimension.
+    """For each element of an interpolated dimension, the source indices that it sums, and their weights.
 
     Attributes:
         indices: `[taps, n]`.
@@ -53,17 +53,17 @@ class Grid:
         self.at = (self.count + self.centre) / self.scale
 
     def inside(self, index: Floats) -> npt.NDArray[np.intp]:
-        """Clamp indices to the source's elements."""
+        """Return indices clamped to 0 to `n_in - 1`, as integers."""
         return np.clip(index, 0, self.n_in - 1).astype(np.intp)
 
 
 def nearest(grid: Grid) -> Taps:
-    """Nearest neighbour: the element at `floor(i / scale)`."""
+    """Return the taps of nearest-neighbour scaling: the element at `floor(i / scale)`, weight 1."""
     return Taps(grid.inside(np.floor(grid.count / grid.scale))[None])
 
 
 def bilinear(grid: Grid) -> Taps:
-    """Linear interpolation between the two nearest elements."""
+    """Return the taps of linear interpolation: the two nearest elements and their weights."""
     x = grid.at - grid.centre
     index = grid.inside(np.floor(x) + np.arange(2, dtype=np.float32)[:, None])
     right = np.clip(x - index[0].astype(np.float32), 0, 1)
@@ -71,7 +71,7 @@ def bilinear(grid: Grid) -> Taps:
 
 
 def bicubic(grid: Grid) -> Taps:
-    """Cubic interpolation of the four nearest elements."""
+    """Return the taps of cubic interpolation: the four nearest elements and their weights."""
     x = grid.at - grid.centre
     offset = np.arange(-1, 3, dtype=np.float32)[:, None]
     distance = np.abs(x - np.floor(x) - offset)
@@ -81,7 +81,7 @@ def bicubic(grid: Grid) -> Taps:
 
 
 def antialiased(grid: Grid) -> Taps:
-    """Triangle filter whose radius is one element: of the result when shrinking, else of the source."""
+    """Return the taps of a triangle filter, of radius `1 / scale` source elements when shrinking, else 1."""
     support = max(np.float32(1), 1 / grid.scale)
     start = np.maximum(np.trunc(grid.at - support + grid.centre), 0)
     end = np.minimum(np.trunc(grid.at + support + grid.centre), grid.n_in)

@@ -57,7 +57,7 @@ def win_unpart(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.GET_REL_POS, operands(FLOATS, out=frozenset({DType.F16})))
 def get_rel_pos(lw: NodeLowering, t: Tensor) -> None:
-    """`y[query, key] = a[n - 1 - key + query]`: a row for each relative position."""
+    """Gather relative positions: `y[query, key] = a[n - 1 - key + query]`, `n` the number of keys."""
     y, x = lw.view(t), lw.view(t.sources[0])
     if x.type == DType.BF16:
         x = lw.f32(x)
