@@ -28,7 +28,7 @@ N_WORDS: Final = 3
 
 
 class BadIndices:
-    """A stream's record of out-of-range indices, and a map from step number to node."""
+    """A stream's device record of its first out-of-range index, and the node of each step's number."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -41,7 +41,7 @@ class BadIndices:
         self._last_use = self._last_checked = 0
 
     def bind(self, plan: object, steps: Sequence[BadIndex], stream: GpuBackend) -> list[tuple[Buffer, int]]:
-        """Number the steps of a plan that read indices; return the record and the number of each."""
+        """Number the steps of a plan that read indices; return the record and number of each step."""
         if not steps:
             return []
         record = self._record
@@ -55,11 +55,11 @@ class BadIndices:
         return [(record, number) for number in numbers]
 
     def note_use(self) -> None:
-        """Note that steps that read indices were queued."""
+        """Note that steps that read indices were queued, so that `finish` must check the record."""
         self._last_use = next(self._uses)
 
     def finish(self, stream: GpuBackend) -> None:
-        """Wait for all work queued on the stream, and check the record.
+        """Wait for all work queued on the stream; raise if its record has an out-of-range index.
 
         Raises:
             BackendError: An index was out of range; names the node.

@@ -32,7 +32,7 @@ class GpuBuffer(Buffer):
 
     @abstractmethod
     def can_copy(self, src: Tensor, dst: Tensor) -> bool:
-        """Whether one command can copy a tensor of any buffer to one in this buffer."""
+        """Whether one command can copy `src`, in any buffer, to `dst`, in this buffer."""
 
     @abstractmethod
     def _copy_from(self, src: Tensor, dst: Tensor) -> None:
@@ -85,7 +85,7 @@ class PinnedBufferType(HostBufferType):
 
 
 class PinnedBuffer(HostBuffer):
-    """A buffer in host memory, which stays allocated while a transfer uses it, also after `free`.
+    """A buffer in page-locked host memory, which a running transfer keeps allocated, also after `free`.
 
     Attributes:
         why_not_pinned: Why it is pageable memory, of which transfers may block; or `None`.

@@ -35,7 +35,7 @@ class GpuDevice(Device):
 
     @property
     def name(self) -> str:
-        """Registration name and device number, as `CUDA0` or `OpenCL1`."""
+        """Registration name and device number, such as `CUDA0` or `OpenCL1`."""
         return self._name
 
     @property
@@ -48,7 +48,7 @@ class GpuDevice(Device):
         return buft in self._own_types or (isinstance(buft, SplitBufferType) and buft.device is self)
 
     def offload_op(self, op: Tensor) -> bool:
-        """Whether to upload host weights for a node: a product of many columns, on a discrete GPU."""
+        """Whether to copy host weights here for a node: on a discrete GPU, a product with enough columns."""
         if self.type is not DeviceType.GPU:
             return False
         n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]

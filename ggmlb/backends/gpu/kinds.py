@@ -37,7 +37,7 @@ Step = TypeVar("Step", covariant=True)
 
 @dataclass(slots=True, eq=False)
 class OperandSlot:
-    """Placeholder for the buffer of an operand, in cached launches.
+    """Placeholder for an operand's buffer in cached launches, replaced by a buffer when a plan binds them.
 
     Attributes:
         number: Number of the operand.
@@ -48,27 +48,27 @@ class OperandSlot:
     pack: str
 
     def packing(self, tensor: Tensor) -> str:
-        """As `Buffer.packing`."""
+        """Return the suffix of the tensor's type name that names its packed layout; empty for ggml's own."""
         return self.pack
 
 
 class KindLowering(Protocol[Request, Step]):
-    """A backend's lowering of an item to requests (launches), and the layout of their arguments."""
+    """Interface of backends: lowers a node or group to requests (such as launches), packs arguments."""
 
     def lower(self, item: Item) -> list[Request | PreparedOperand]:
-        """Return the requests that compute an item, in order, conversions of operands included."""
+        """Return the requests (such as launches) that compute a node or group, and convert operands."""
 
     def step(self, request: Request, slots: tuple[int, ...]) -> Step:
-        """Return the step to cache for a request, given the slot numbers of its tensors."""
+        """Return what to cache for a request; `slots` are the numbers that stand for its tensors' buffers."""
 
     def mems(self, request: Request) -> Sequence[Mem]:
-        """Return the tensor arguments of a request."""
+        """Return the tensor arguments of a request, in order."""
 
     def block(self, request: Request) -> bytes:
-        """Return a request's arguments as bytes, with offsets within slots in place of addresses."""
+        """Return a request's packed arguments; a tensor has its offset within a slot, no address."""
 
     def address_words(self, request: Request) -> Sequence[int]:
-        """Return the positions of a request's tensors in its argument block, in words of 8 bytes.
+        """Return where a request's tensors are in its argument block, in words of 8 bytes.
 
         At a position is the tensor's offset, or its buffer's address followed by the offset.
         """
@@ -76,7 +76,7 @@ class KindLowering(Protocol[Request, Step]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lowered(Generic[Step]):
-    """The cached steps of a kind, before memory is bound.
+    """The cached steps of a kind of node or group, with slot numbers in place of buffers.
 
     Attributes:
         steps: The steps.
@@ -108,7 +108,7 @@ def lowered(
     by: KindLowering[Request, Step],
     ready: Collection[tuple[int, str]] = (),
 ) -> Lowered[Step]:
-    """Lower a node or group to steps without memory, for the cache.
+    """Lower a node or group to steps with slot numbers in place of buffers, for the cache.
 
     Args:
         item: The node or group.
@@ -189,7 +189,7 @@ def _item_of(item: Item, stand_ins: dict[Tensor, Tensor]) -> Item:
 
 
 class BoundItems(Generic[Step]):
-    """The steps of a plan, by the cache, and the binding of their slots to memory.
+    """The steps of a plan, from the cache, and the binding of their slots to buffers.
 
     Args:
         items: Nodes and groups, in order.
@@ -304,14 +304,14 @@ class BoundItems(Generic[Step]):
     def give(
         self, scratch: Buffer | None, places: Sequence[int], records: Sequence[tuple[Buffer, int]]
     ) -> None:
-        """Bind scratch slots to offsets in a buffer, and `bad` arguments to the record of bad indices."""
+        """Bind scratch slots to `scratch` at offsets `places`, and arguments `bad` to index `records`."""
         for i, place in zip(self._of_pieces, places, strict=True):
             self.memory[i], self._offsets[i] = scratch, place
         for i, (buffer, offset) in zip(self._of_records, records, strict=True):
             self.memory[i], self._offsets[i] = buffer, offset
 
     def blocks(self, starts: Mapping[Buffer, int] | None = None) -> tuple[Ints, list[int]]:
-        """Return all argument blocks with memory bound, the start of each, and the end of the last.
+        """Return all argument blocks, bound to memory, in one array, the start of each and the end.
 
         Args:
             starts: Buffer addresses, for argument blocks that contain them (CUDA).
@@ -335,7 +335,7 @@ class BoundItems(Generic[Step]):
         return values, [*(np.cumsum(nbytes) - nbytes).tolist(), int(nbytes.sum())]
 
     def slot_memory(self) -> tuple[list[Buffer | None], list[int]]:
-        """Return the buffers of all slots, and for each step the index of its item's first slot."""
+        """Return the buffer of every slot, and for each step the first slot of its node or group."""
         firsts: list[int] = []
         for first, each in zip(self._firsts, self._found, strict=True):
             firsts += [first] * len(each.steps)

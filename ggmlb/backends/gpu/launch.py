@@ -40,7 +40,7 @@ _PER = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Parameters of the work split of kernels on a device.
+    """Properties of a device that decide how kernels divide work among its cores and work-items.
 
     Attributes:
         on_cpu: Whether a group is one work-item that computes whole rows, in vectorised loops.
@@ -59,7 +59,7 @@ class Target:
     blas: bool = False
 
     def groups_for(self, n_rows: int, row_size: int) -> int:
-        """Return the number of work-groups: one per row, or with `on_cpu` a few per core."""
+        """Return the number of work-groups for `n_rows` rows: one each; on a CPU, at most eight per core."""
         if not self.on_cpu:
             return n_rows
         return max(1, min(n_rows, n_rows * row_size // MIN_GROUP_WORK, 8 * self.n_units))
@@ -78,7 +78,7 @@ class Scratch:
     nbytes: int
 
     def mem(self, dtype: DType, ne: Ne, offset: int = 0) -> Mem:
-        """Return a part of it as a contiguous tensor, from `offset` bytes on."""
+        """Return a part of the scratch piece, from byte `offset` on, as a contiguous tensor argument."""
         return Mem(self, offset, dtype, ne, contiguous_nb(dtype, ne))
 
 
@@ -96,17 +96,17 @@ class BadIndex:
 
     @property
     def mem(self) -> Mem:
-        """Return the kernel argument: the stream's record, with the step's number as offset."""
+        """Return the tensor argument `bad`: the stream's record, whose byte offset is the step's number."""
         return Mem(self, 0, DType.I64, (3, 1, 1, 1), contiguous_nb(DType.I64, (3, 1, 1, 1)))
 
 
 @dataclass(slots=True, eq=False)
 class PreparedOperand:
-    """An operand converted into scratch (as activations quantised to 8 bits), reused by later items.
+    """An operand converted into scratch (such as activations in 8 bits), which later nodes reuse.
 
     Attributes:
         source: The operand.
-        name: Name of the form, as `q8`.
+        name: Name of the form, such as `q8`.
         made_by: The launches that convert it.
         mems: Its pieces of scratch memory.
     """
@@ -137,7 +137,7 @@ class Launch:
 
 
 def argument_block(launch: Launch, language: Language, base: Callable[[Mem], int] = lambda _: 0) -> bytes:
-    """Return a launch's arguments packed by `layout`; `base` returns a tensor's buffer address."""
+    """Pack a launch's arguments as its kernel expects them; `base` returns a tensor's buffer address."""
     flat: list[int | float] = []
     for arg in launch.args:
         if isinstance(arg, Mem):
@@ -170,7 +170,7 @@ def launch(
     wg: int,
     **defines: str | int,
 ) -> Launch:
-    """Return a launch of a kernel, or of the portable kernel of that name.
+    """Return a launch of the kernel `name` (a portable one, if a string), with macros `defines`.
 
     The macros of its tensors' types and strides are added.
     """
@@ -190,7 +190,7 @@ def elementwise(
     over: int = -1,
     **defines: str | int,
 ) -> Launch:
-    """Return a launch with one iteration for each element of `mems[over]`."""
+    """Return a launch of a kernel that has one iteration for each element of the tensor `mems[over]`."""
     ne = mems[over].ne
     n_rows = ne[1] * ne[2] * ne[3]
     if target.on_cpu:
@@ -201,7 +201,7 @@ def elementwise(
 
 
 def vector_width(mems: Sequence[Mem]) -> int:
-    """Return the vector width along rows [elements]: 16 bytes of the largest type, or 1.
+    """Return how many elements a vector load takes: 16 bytes of the largest type, or 1.
 
     Vectors need aligned rows of whole vectors without gaps; an element repeated along the row is read as
     a scalar. Buffers begin at multiples of 16 bytes.
@@ -218,7 +218,7 @@ def vector_width(mems: Sequence[Mem]) -> int:
 
 
 class RegisterSplit(NamedTuple):
-    """Work split of rows held in registers.
+    """How a work-group divides rows that its work-items hold in registers.
 
     Attributes:
         wg: Work-items of a group.
@@ -242,7 +242,7 @@ def mapped(
     beside: Sequence[Mem] = (),
     **defines: str | int,
 ) -> Launch:
-    """Return a launch of an element-wise kernel that processes segments of rows.
+    """Return a launch of an element-wise kernel that processes segments of rows, several elements at a time.
 
     On a GPU, each work-item has several elements of a segment (`EACH_SEGMENT` in tensors.h), as long as all
     multiprocessors have work.
@@ -280,7 +280,7 @@ def mapped(
 
 
 def segmented(target: Target, name: str, mems: Sequence[Mem], vec: int, **defines: str | int) -> Launch:
-    """Return a launch with a work-group per segment of a row of `mems[-1]`; work-items read eight elements.
+    """Return a launch with one work-group per segment of a row of `mems[-1]`, stored `vec` elements at once.
 
     Segments are as long as rows allow; `vec` elements are written at once.
     """
@@ -302,7 +302,7 @@ def _split_macros(split: RegisterSplit, vec: int) -> dict[str, str | int]:
 def in_registers(
     target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
-    """Return a row-wise launch whose work-items hold each row of `mems[over]` in registers.
+    """Return a launch of a row-wise kernel whose work-items keep the rows of `mems[over]` in registers.
 
     As few work-items as possible share a row: a part of a group (which then has several rows) or a larger
     group. With few rows, more work-items share each, to use the whole device. If a row is too long, or on
@@ -336,7 +336,7 @@ def _register_split(target: Target, n: int, vec: int, most: int) -> RegisterSpli
 def rowwise(
     target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
-    """Return a launch with one work-group per row of `mems[over]`, or per several rows on a CPU."""
+    """Return a launch of a row-wise kernel, one work-group per row of `mems[over]` (several on a CPU)."""
     ne = mems[over].ne
     n_rows = ne[1] * ne[2] * ne[3]
     groups = target.groups_for(n_rows, max(m.ne[0] for m in mems))
@@ -344,7 +344,7 @@ def rowwise(
 
 
 def flattened(target: Target, mems: Sequence[Mem]) -> list[Mem]:
-    """Merge dimensions of mems of equal extents as far as their strides allow.
+    """Merge dimensions of tensor arguments of equal extents, as far as the strides of all allow.
 
     With `on_cpu`, one long row is cut into several.
     """
@@ -365,7 +365,7 @@ def _four(values: list[int], rest: int) -> Ne:
 
 @lru_cache(maxsize=1024)
 def row_length(n: int) -> int:
-    """Return the length of equal rows to cut `n` elements into: the largest divisor in 256..4096, or `n`."""
+    """Return the row length to cut `n` elements into equal rows: the largest divisor in 256..4096, or `n`."""
     if n <= MIN_GROUP_WORK:
         return n
     for length in range(MIN_GROUP_WORK, 255, -1):

@@ -30,7 +30,7 @@ Step = TypeVar("Step")
 
 @dataclass(slots=True)
 class Part(Generic[Step]):
-    """A node, or a group of fused nodes, with its steps.
+    """A node, or the nodes of a fused group, with the steps that compute it.
 
     Attributes:
         nodes: The computed nodes, the result last.
@@ -41,12 +41,12 @@ class Part(Generic[Step]):
     steps: list[Step]
 
     def describe(self) -> str:
-        """Return the nodes' names, for messages and timelines."""
+        """Return the names of its nodes, for messages and timelines."""
         return " with ".join(node.describe() for node in self.nodes)
 
 
 class Arena:
-    """The scratch memory of a stream, shared by its plans, which run in order.
+    """The scratch memory of a stream, which its plans use in turn, as they run in order.
 
     Memory that is too small is replaced; plans bound to it keep it.
     """
@@ -56,14 +56,14 @@ class Arena:
         self._buffer: Buffer | None = None
 
     def get(self, nbytes: int) -> Buffer:
-        """Return memory of at least `nbytes`, with undefined contents."""
+        """Return scratch memory of at least `nbytes`, with undefined contents; grows if too small."""
         if self._buffer is None or self._buffer.size < nbytes:
             self._buffer = self._buft.alloc_buffer(nbytes)
         return self._buffer
 
 
 class GpuPlan(GraphPlan, Generic[Step]):
-    """The steps of a graph, bound to memory. The plan keeps every buffer that its steps use.
+    """A graph's steps (launches, library calls), bound to buffers, which the plan keeps alive.
 
     Steps read positions, row indices and other changing values from tensors, so that they do not change
     between runs. A product with a split weight is one step, which several devices compute.
@@ -113,13 +113,13 @@ class GpuPlan(GraphPlan, Generic[Step]):
         """Return the step for a split product."""
 
     def describe(self) -> str:
-        """Return a description of the plan, for messages."""
+        """Return the number of nodes and the last node of the plan's graph, for messages."""
         if not self.parts:
             return "a graph of views"
         return f"a graph of {len(self.parts)} nodes, up to {self.parts[-1].nodes[-1].describe()}"
 
     def release(self) -> None:
-        """Release its steps and buffers."""
+        """Release the plan's steps and buffers."""
         self.parts = []
         self.buffers = []
 
@@ -131,7 +131,7 @@ def _is_apart(item: Item) -> TypeGuard[Tensor]:
 
 @lru_cache(64)  # similar graphs have the same pieces
 def place_pieces(pieces: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]]:
-    """Assign scratch memory; return its total size and the offset of each piece [bytes].
+    """Place pieces of scratch memory by their lifetimes; return the total size and each offset [bytes].
 
     Pieces with disjoint lifetimes share memory.
 

@@ -40,7 +40,7 @@ _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<s
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A declared kernel parameter; for a tensor: buffer, i64 offset, four int extents, four i64 strides.
+    """A kernel parameter; a tensor stands for buffer, i64 offset, four int extents, four i64 strides.
 
     In OpenCL, all parameters but the buffers are one struct (PACKED_ARGS in tensors.h).
     """
@@ -68,14 +68,14 @@ class Kernel:
 
 @cache
 def families(package: str = PORTABLE) -> tuple[str, ...]:
-    """Return the names of a backend package's kernel files, sorted."""
+    """Return the names of the kernel files (`*.knl`) of a backend's package, sorted, without the ending."""
     folder = resources.files(package)
     return tuple(sorted(f.name.removesuffix(".knl") for f in folder.iterdir() if f.name.endswith(".knl")))
 
 
 @cache
 def kernels(package: str = PORTABLE) -> dict[str, Kernel]:
-    """Return all kernels of a package by name.
+    """Return all kernels of a backend's package, by name.
 
     Raises:
         BackendBroken: A text declares a parameter of another kind, or a name twice.
@@ -104,7 +104,7 @@ def _param(kernel: str, text: str) -> Param:
 
 @cache
 def source(kernel: Kernel, language: Language, *, outlined: bool = False) -> str:
-    """Return the whole text of one kernel for a compiler: the language's prelude, the headers, its file.
+    """Return the text of one kernel to compile: the language's prelude, the headers it needs, the kernel.
 
     The file's other kernels are left out: they need not compile with this one's macros.
 
@@ -187,7 +187,7 @@ def _assembled(kernel: Kernel, prelude: str) -> str:
 
 
 def types_with(macro: str, *files: str, package: str = PORTABLE) -> frozenset[DType]:
-    """Return the types that headers support, by lines that begin with `macro(T)`, as `DEQ8_FN(f32)`."""
+    """Return the types that header files define `macro` for: they have lines such as `DEQ8_FN(f32)`."""
     text = "".join(_text(package, file) for file in files)
     names = re.findall(rf"^{macro}\((\w+)\)", text, re.MULTILINE)
     return frozenset(t for t in DType if t.name.lower() in names)
@@ -198,7 +198,7 @@ def _blocks() -> str:
     """Return the header blocks.h: constants of the block formats.
 
     For each type T: `GROUPS_T` of eight elements in a block (eight plain elements make one), its `BYTES_T`,
-    byte offsets of its fields, as `QS_T`; the values of its codes, `LEVELS_T`, or in words `LEVEL_WORDS_T`.
+    byte offsets of its fields, such as `QS_T`; the values of its codes, `LEVELS_T`, or words `LEVEL_WORDS_T`.
     """
     lines = []
     for dtype in DType:

@@ -42,17 +42,17 @@ class GpuBackend(Backend):
 
     @property
     def streams(self) -> tuple[Backend, ...]:
-        """Itself and its helper streams."""
+        """This stream and its helper streams on other devices."""
         return (self, *self.helpers.streams)
 
     # -- graphs --------------------------------------------------------------------------------
 
     @abstractmethod
     def can_fuse(self, group: Group) -> bool:
-        """Whether a fused kernel computes the group."""
+        """Whether the backend has a fused kernel for the group."""
 
     def graph_optimize(self, graph: Graph) -> None:
-        """Move the nodes of fused groups together."""
+        """Reorder the graph so that the nodes of each fused group stand together."""
         gather(graph, self.can_fuse)
 
     def _plan_free(self, plan: GraphPlan) -> None:

@@ -6,19 +6,19 @@ DEVICE_FN float exp_(float x)
     const float t = c*1.44269504f;
     const int n = (int)(t + (t < 0.0f ? -0.5f : 0.5f));
     const float f = (float)n;
-    const float r = (c - f*0.693359375f) + f*2.12194440e-4f;     /* ln 2 as a sum of two floats */
+    const float r = (c - f*0.693359375f) + f*2.12194440e-4f;     /* c - f ln 2, with ln 2 in two parts, for accuracy */
     float p = 0.00139505963f;
     p = p*r + 0.00836895406f;
     p = p*r + 0.0416662060f;
     p = p*r + 0.166665182f;
     p = p*r + 0.5f;
     p = p*r*r + r + 1.0f;
-    const float half_scale = AS_FLOAT((uint)(n + 126) << 23);    /* 2^(n-1), because 2^128 overflows */
+    const float half_scale = AS_FLOAT((uint)(n + 126) << 23);    /* 2^(n-1), doubled below, because 2^128 overflows */
     const float y = p*half_scale*2.0f;
     return x > 88.72283f ? AS_FLOAT(0x7f800000u) : x < -87.33654f ? 0.0f : x != x ? x : y;
 }
 
-DEVICE_FN float round_(float x)     /* ties away from zero */
+DEVICE_FN float round_(float x)     /* to the nearest integer; ties away from zero */
 {
     const float t = TRUNC(x);
     return FABS(x - t) >= 0.5f ? t + (x < 0.0f ? -1.0f : 1.0f) : t;

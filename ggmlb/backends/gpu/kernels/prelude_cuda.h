@@ -50,7 +50,7 @@ typedef long long i64_t;
 #define AS_FLOAT(u)  __uint_as_float(u)
 #define AS_UINT(f)   __float_as_uint(f)
 #define FMA(a, b, c) fmaf((a), (b), (c))
-#define PRODUCT(a, b) __fmul_rn((a), (b))     /* never contracted to an FMA */
+#define PRODUCT(a, b) __fmul_rn((a), (b))     /* a b, which compilers never contract to an FMA */
 #define SQRT(x)      sqrtf(x)
 #define RSQRT(x)     rsqrtf(x)
 #define FABS(x)      fabsf(x)
@@ -127,7 +127,7 @@ DEVICE_FN float F8_SUM(F8 a)
     UNROLL for (int o_ = LANES < 32 ? LANES/2 : 16; o_ > 0; o_ >>= 1) x = OP(x, __shfl_xor_sync(0xffffffffu, x, o_));
 #if WG == 1
 #define WG_REDUCE_(OP, ID) return x;
-#elif LANES < 32   /* rows held in registers need no barrier */
+#elif LANES < 32   /* only warp shuffles: rows that less than a warp shares are in registers and need no barrier */
 #define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) return x;
 #else
 #define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) if (LANES > 32) { const int l_ = LOCAL_ID; __syncthreads(); \

@@ -46,7 +46,7 @@ typedef long  i64_t;
 #define AS_FLOAT(u)  as_float(u)
 #define AS_UINT(f)   as_uint(f)
 #define FMA(a, b, c) ((a)*(b) + (c))     /* a multiply-add that compilers contract; mad() is a call on PoCL */
-DEVICE_FN float PRODUCT(float a, float b)     /* never contracted to an FMA */
+DEVICE_FN float PRODUCT(float a, float b)     /* a b, which compilers never contract to an FMA */
 {
     _Pragma("OPENCL FP_CONTRACT OFF")
     return a*b;
@@ -57,8 +57,8 @@ DEVICE_FN float PRODUCT(float a, float b)     /* never contracted to an FMA */
 #define COMPILES_FOR_CPU_
 #endif
 #if defined(ON_CPU) && defined(COMPILES_FOR_CPU_)
-#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* sums in the next block may be reordered */
-#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* the iterations are independent, even if in place */
+#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* the compiler may reorder sums in the next block */
+#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* the next loop's iterations are independent */
 #define SQRT(x)      __builtin_sqrtf(x)
 #define FABS(x)      __builtin_fabsf(x)
 #define FLOOR(x)     __builtin_floorf(x)

@@ -50,7 +50,7 @@ DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
 #endif
 }
 
-/* cp.async of 16 aligned bytes to shared memory, or zeros; copies up to a commit form a group */
+/* cp.async: copy 16 aligned bytes to shared memory, or zeros if not `valid`; copies up to a commit form a group */
 #if __CUDA_ARCH__ >= 800
 DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
 {
@@ -58,7 +58,7 @@ DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
                  :: "r"(shared_address_(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEVICE_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* wait until all but the last n groups of this thread have arrived */
+/* wait until all of this thread's groups of copies but the last n are complete */
 template <int n> DEVICE_FN void copy_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(n) : "memory"); }
 #else
 DEVICE_FN void copy16_async(void *to, const void *from, bool valid)

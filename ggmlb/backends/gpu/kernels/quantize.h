@@ -19,7 +19,7 @@ DEVICE_FN float extreme32(CGLOBAL char *row_a, i64_t step, i64_t i)
 }
 DEVICE_FN float inverse(float d) { return d != 0.0f ? 1.0f/d : 0.0f; }
 
-/* convert to int; 0 if outside (low, high) or NaN, as x86 truncates */
+/* convert x to int as ggml does on x86: 0 if x is not between low and high, or NaN */
 DEVICE_FN int whole_in_range(float x, float low, float high) { return x > low && x < high ? (int)x : 0; }
 
 /* quantise to (x - low)*scale + shift, capped at top: nibbles, and the fifth bits of eight elements per byte */

@@ -27,12 +27,12 @@
     return HAS_MIN_##T ? raw8_##T(b, r)*scale_##T(b, r) - min_##T(b, r) : raw8_##T(b, r)*scale_##T(b, r); \
 }
 #define U8_AT(p)        LOAD_U8((CGLOBAL uchar *)(p))
-#define U8_ALIGNED(p)   LOAD_U8_ALIGNED((CGLOBAL uchar *)(p))   /* p: a multiple of 8 bytes */
+#define U8_ALIGNED(p)   LOAD_U8_ALIGNED((CGLOBAL uchar *)(p))   /* the address p is a multiple of 8 */
 #define BYTE(p)         (*(CGLOBAL uchar *)(p))
 #define BYTES2(p)       ((uint)BYTE(p) | (uint)BYTE((p) + 1) << 8)
 #define NIBBLES(p, high) ((U8_AT(p) >> U8_SPLAT((uchar)(4*(high)))) & U8_SPLAT(15))
 
-/* plain types: eight elements count as a block */
+/* plain types (f32, f16, bf16): eight elements count as a block */
 TRAITS(f32, 1, 4, 0)
 RAW8(f32) { return LOAD8((CGLOBAL float *)b); }
 SCALE(f32) { return 1.0f; }
@@ -53,7 +53,7 @@ SCALE(bf16) { return 1.0f; }
 NO_MIN(bf16)
 DEQ8_FN(bf16)
 
-/* eight floats to a row of a plain type */
+/* st8_T(row, g, v): store eight floats as elements 8g to 8g+7 of a row of plain type T */
 DEVICE_FN void st8_f32(GLOBAL char *row, int g, F8 v) { STORE8((GLOBAL float *)row + 8*(i64_t)g, v); }
 #define ST8_(T, size) DEVICE_FN void st8_##T(GLOBAL char *row, int g, F8 v) \
 { \
@@ -123,7 +123,7 @@ DEQ8_FN(q2_0)
 
 /* nibbles that index a table of values */
 CONSTANT i8_t values_iq4nl[16] = {LEVELS_iq4_nl};
-CONSTANT i8_t values_e2m1[16] = {LEVELS_mxfp4};   /* twice the values of E2M1 */
+CONSTANT i8_t values_e2m1[16] = {LEVELS_mxfp4};   /* mxfp4, nvfp4: twice the values of the format E2M1 */
 
 TRAITS(iq4_nl, 4, 4, 0)
 RAW8(iq4_nl) { return F8_LOOKUP(values_iq4nl, NIBBLES(b + QS_iq4_nl + 8*(r & 1), r >> 1)); }

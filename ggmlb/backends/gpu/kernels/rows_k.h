@@ -81,7 +81,7 @@ SCALE(iq4_xs)
 NO_MIN(iq4_xs)
 DEQ8_FN(iq4_xs)
 
-/* ternary types */
+/* ternary types tq2_0 and tq1_0: elements -1, 0, 1 times a scale */
 TRAITS(tq2_0, 32, 16, 0)
 RAW8(tq2_0) { return F8_FROM_U8(TWO_BITS(b + QS_tq2_0)) - 1.0f; }
 ONE_SCALE_(tq2_0)

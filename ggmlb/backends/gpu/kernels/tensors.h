@@ -179,7 +179,7 @@ DEVICE_FN void st_i16(GLOBAL char *p, int v)    { *(GLOBAL short *)p = (short)v;
 DEVICE_FN void st_i32(GLOBAL char *p, int v)    { *(GLOBAL int *)p = v; }
 DEVICE_FN void st_i64(GLOBAL char *p, i64_t v)  { *(GLOBAL i64_t *)p = v; }
 
-/* register types, and packing into 32-bit words */
+/* value_T: the type that holds an element of T in a register; and packing of elements into 32-bit words */
 #define value_f32  float
 #define value_f16  float
 #define value_bf16 float

@@ -30,7 +30,7 @@ RULES: Final[GpuRules] = Rules(always=_not_too_large)
 
 
 def lower(item: Item, target: Target, rules: GpuRules = RULES) -> list[Any]:
-    """Return the launches that compute a node or group; none for views and empty results."""
+    """Return the launches that compute a node or group by `rules`; none for views and empty results."""
     if isinstance(item, Tensor) and (item.op in NO_OPS or item.is_empty):
         return []
     return rules.to_lower(item, target)(item, target)

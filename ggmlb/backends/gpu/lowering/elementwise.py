@@ -29,7 +29,7 @@ def _map(node: Tensor, target: Target) -> list[Launch]:
 
 
 def combine(target: Target, fn: str, a: Mem, b: Mem, d: Mem) -> Launch:
-    """Return the launch of `d = fn(a, b)`, with b broadcast to a."""
+    """Return the launch that computes `d = fn(a, b)` element by element, with `b` broadcast to `a`."""
     if any(nb != 1 and nb != na for na, nb in zip(a.ne, b.ne, strict=True)):
         return mapped(target, "combine", [a, b, d], FN=f"fn2_{fn}", TILED=1)
     return mapped(target, "combine", flattened(target, [a, b.tiled_to(a.ne), d]), FN=f"fn2_{fn}")

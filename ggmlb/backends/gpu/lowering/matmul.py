@@ -59,7 +59,7 @@ def _rows_at_once(target: Target, a: Mem, columns: int) -> int:
 
 
 def too_many_groups(target: Target, y: int, z: int) -> str | None:
-    """Return why a grid of `y` by `z` groups is too large for the device, or `None`."""
+    """Return why a grid of `y` by `z` work-groups is too large for the device, or `None` if it is not."""
     if y <= target.max_groups >= z:
         return None
     return f"its {y} x {z} groups of work exceed the device's limit of {target.max_groups}"
@@ -159,7 +159,7 @@ def _out_prod(node: Tensor, target: Target) -> list[Launch]:
 
 
 class Glu(NamedTuple):
-    """The up product of a gated unit, and the unit's activation and parameters."""
+    """The up product of a gated unit (weights, bias), and the unit's activation and its parameters."""
 
     a: Mem
     bias: Mem | None
@@ -201,7 +201,7 @@ def _glu(group: Group, target: Target) -> list[Launch]:
 
 
 def gated(group: Group) -> tuple[Mem, Mem | None, Glu]:
-    """Return weights and bias of a gated unit's activated product (gate), and its other product (up)."""
+    """Return a gated unit's gate (the activated product) as weights and bias, and the rest as `Glu`."""
     p = group["glu"].params
     (weights, bias), up = (_operands(product, group.result.ne[0]) for product in group.products)
     return weights, bias, Glu(*up, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))

@@ -17,7 +17,7 @@ def _ssm_conv(node: Tensor, target: Target) -> list[Launch]:
 
 
 def lines(target: Target, n: int) -> tuple[int, int, int]:
-    """Return the grid for `n` rows of recurrent states, one per work-item."""
+    """Return the grid for `n` rows of recurrent states, one row per work-item."""
     return (min(n, 8 * target.n_units) if target.on_cpu else -(-n // target.wg), 1, 1)
 
 
