@@ -53,7 +53,7 @@ class CudaReg(BackendReg):
 
     @cached_property
     def peers(self) -> PeerAccess:
-        """Peer-to-peer copies between its devices."""
+        """The peer-to-peer access between the registration's CUDA devices."""
         from ggmlb.backends.cuda.buffer import PeerAccess
 
         return PeerAccess()
@@ -113,7 +113,7 @@ def load_driver() -> Driver:
 
 
 def count_devices(driver: Driver) -> int:
-    """Return the number of devices; raise if there is none.
+    """Return the number of CUDA devices; raise BackendUnavailable if there is none.
 
     Raises:
         BackendUnavailable: There is no driver or no card.

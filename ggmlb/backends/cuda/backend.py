@@ -77,7 +77,7 @@ class CudaBackend(GpuBackend):
     # -- graphs --------------------------------------------------------------------------------
 
     def can_fuse(self, group: Group) -> bool:
-        """Whether a fused kernel computes the group."""
+        """Whether CUDA has a fused kernel for the group."""
         return can_fuse(group, self.device.target)
 
     def _plan(self, graph: Graph) -> GraphPlan:
@@ -195,13 +195,13 @@ class CudaBackend(GpuBackend):
             self._driver.stream_wait(self.stream.handle, event.handle)
 
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """As `GpuBackend.finish_and_read`; waits first: the copy would block under the lock."""
+        """Wait for queued work, then copy the buffer to `words`: a copy that waits would hold the lock."""
         self.finish()
         what = f"read the index record of {self.name}"
         cast("CudaBuffer", buffer).copy(what, CopyKind.TO_HOST, 0, words)
 
     def finish(self) -> None:
-        """Wait for all queued work, and free memory that it kept in use."""
+        """Wait for all queued work, and release the memory that was kept for it."""
         guard.enter(f"synchronize {self.name}")
         try:
             n = self._n_held  # others may queue more before the wait ends

@@ -57,7 +57,7 @@ class _Memory:
 
 
 class CudaBuffer(GpuBuffer):
-    """An allocation on a device.
+    """An allocation in the memory of a CUDA device.
 
     Attributes:
         address: Device address; 0 for a size of 0.
@@ -94,7 +94,7 @@ class CudaBuffer(GpuBuffer):
         return self._array
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """As `Buffer.exported`; waits for queued work: importers (DLPack) may read at once."""
+        """Wait for work that uses the buffer; return the tensor as an array (importers read at once)."""
         with cuda_errors(self.device.driver, f"{call} of {tensor.describe()}"), self.device.on():
             for stream in [s for s in self.streams if s.handle]:
                 stream.synchronize()
@@ -108,7 +108,7 @@ class CudaBuffer(GpuBuffer):
     def queue(
         self, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces, stream: int
     ) -> None:
-        """Queue a copy between `host` and the buffer; `where` is an offset from `start`, or 2D pieces."""
+        """Queue a copy between `host` and the buffer, at byte `start + where`, or in 2D pieces `where`."""
         driver, is_write = self.device.driver, kind is CopyKind.TO_DEVICE
         there, here = self.address + start, address_of(host)
         if isinstance(where, int):
@@ -123,7 +123,7 @@ class CudaBuffer(GpuBuffer):
     def copy(
         self, call: str, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces = 0
     ) -> None:
-        """Copy as `queue`, after all work that uses the buffer, and wait for it."""
+        """Copy between `host` and the buffer, after all work that uses the buffer; wait until it is done."""
         self._transfer(call, lambda stream: self.queue(kind, start, host, where, stream))
 
     def _move(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, where: int | Pieces) -> None:
@@ -153,7 +153,7 @@ class CudaBuffer(GpuBuffer):
         )
 
     def can_copy(self, src: Tensor, dst: Tensor) -> bool:
-        """Whether the source is in a CUDA buffer, and the tensors do not overlap."""
+        """Whether one command copies `src` to `dst`: `src` is in a CUDA buffer, and they do not overlap."""
         return isinstance(src.buffer, CudaBuffer) and not overlap(src, dst)
 
     def _copy_from(self, src: Tensor, dst: Tensor) -> None:
@@ -190,7 +190,7 @@ class PeerAccess:
         self._works: dict[tuple[int, int], bool] = {}
 
     def enable(self, a: CudaDevice, b: CudaDevice) -> None:
-        """Enable peer copies of two cards, at their first copy; the caller must hold no stream's lock."""
+        """Enable peer copies between two cards when first needed; the caller must hold no stream's lock."""
         if a is b or not env.flag("GGMLB_CUDA_P2P", default=False):
             return
         first, second = sorted((a, b), key=lambda device: device.index)
@@ -236,7 +236,7 @@ def _arrives(source: CudaDevice, target: CudaDevice) -> bool:
 
 
 def can_pitch(where: int | Pieces) -> bool:
-    """Whether a copy is one CUDA command: for 2D pieces, the pitches must be within cudaMemcpy2D's limits."""
+    """Whether a copy is one CUDA command: contiguous, or 2D with pitches that cudaMemcpy2D accepts."""
     if isinstance(where, int):
         return True
     return all(where.size <= pitch < 1 << 31 for pitch in (where.stride_tensor, where.stride_data))
@@ -256,12 +256,12 @@ def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
 
 
 def pins_memory() -> bool:
-    """Whether host buffers should be page-locked."""
+    """Whether host buffers should be page-locked: unless GGMLB_CUDA_NO_PINNED=1."""
     return not env.flag("GGMLB_CUDA_NO_PINNED", default=False)
 
 
 class CudaHostBufferType(PinnedBufferType):
-    """Page-locked host memory for all CUDA devices; the CPU computes in it.
+    """Page-locked host memory, copied fast by all CUDA devices; the CPU backend computes with its tensors.
 
     Attributes:
         registrations: Page-locked memory of callers.
@@ -301,7 +301,7 @@ class Pages:
         self._is_writeable = array.flags.writeable
 
     def holds(self, other: Pages) -> bool:
-        """Whether these pages contain `other`; read-only pages contain only read-only ones."""
+        """Whether this range contains `other`; if it is read-only, `other` must be read-only too."""
         may_be_used = self._is_writeable or not other._is_writeable
         return may_be_used and self.start <= other.start and other.stop <= self.stop
 
@@ -333,13 +333,13 @@ class Registrations:
         return pages is not None
 
     def remove(self, address: int) -> None:
-        """Undo one `add` of the array at an address (ggml_backend_cuda_unregister_host_buffer)."""
+        """Undo one `add` of the array at `address` (ggml_backend_cuda_unregister_host_buffer)."""
         added = self._added.get(address)
         if added:
             added.pop()
 
     def buffer(self, buft: CudaHostBufferType, array: Bytes) -> PinnedBuffer:
-        """Use an array's memory as a host buffer, locked if the system allows it.
+        """Return a host buffer over an array's memory, page-locked if the system allows it.
 
         It is unlocked with the last view of it; a running transfer holds one.
         """

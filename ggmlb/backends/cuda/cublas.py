@@ -96,12 +96,12 @@ class Gemm:
 
     @property
     def mems(self) -> tuple[Mem, ...]:
-        """Its operands, then its result."""
+        """The kernel arguments of the product: matrices `a` and `b`, then the result `d`."""
         return self.a, self.b, self.d
 
 
 def cannot_describe(*mems: Mem) -> str | None:
-    """Return why cuBLAS cannot read the matrices in place (strides in whole elements), or `None`."""
+    """Return why cuBLAS cannot read the matrices in place (gaps in a row, uneven strides), or `None`."""
     for m in mems:
         size = m.dtype.type_size
         if m.nb[0] != size and m.ne[0] > 1:
@@ -114,7 +114,7 @@ def cannot_describe(*mems: Mem) -> str | None:
 
 
 def gemms(a: Mem, b: Mem, d: Mem) -> list[Gemm]:
-    """Return the calls that compute ggml's mul_mat: matrix (i2, i3) of b times (i2/r2, i3/r3) of a.
+    """Return the cuBLAS calls for ggml's mul_mat: matrix (i2, i3) of b times matrix (i2/r2, i3/r3) of a.
 
     Args:
         a: ne `[k, m, ne2, ne3]`.
@@ -175,7 +175,7 @@ def _leading(t: Mem, n: int) -> int:
 
 @cache
 def library() -> Any:
-    """Load the library from NVIDIA's wheels (as CuPy does) or from the system.
+    """Load cuBLAS from NVIDIA's wheels (as CuPy does) or from the system.
 
     Raises:
         BackendUnavailable: It is not installed.
@@ -194,7 +194,7 @@ def library() -> Any:
 
 
 def declare(lib: Any) -> Any:
-    """Declare the functions' parameter types; return the library."""
+    """Declare the parameter types of cuBLAS's functions in `lib`; return `lib`."""
     for name, types in _SIGNATURES.items():
         function = getattr(lib, name)
         function.argtypes = types
@@ -230,7 +230,7 @@ class CuBlas:
         self._check("cublasSetMathMode", handle, _NO_REDUCED_PRECISION_SUMS)
 
     def close(self) -> None:
-        """Release the handle; its work must be done."""
+        """Release the cuBLAS handle; its queued work must be done."""
         if self._handle:
             self._check("cublasDestroy_v2", self._handle)
             self._handle = ctypes.c_void_p()
@@ -238,7 +238,7 @@ class CuBlas:
     def bind(
         self, gemm: Gemm, addresses: Sequence[int], upload: Callable[[npt.NDArray[np.uint64]], int]
     ) -> Callable[[int], None]:
-        """Return the call that queues a product on a stream, with all arguments bound.
+        """Return a function that queues the product on a stream, with all of cuBLAS's arguments bound.
 
         Args:
             gemm: The product.

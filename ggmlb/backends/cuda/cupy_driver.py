@@ -85,7 +85,7 @@ class CupyDriver:
         )
 
     def on(self, device: int) -> _On:
-        """As `Driver.on`; sets the primary context, because cudaSetDevice would create one on device 0."""
+        """Make a device current by its primary context; cudaSetDevice would create one on device 0."""
         return _On(self._contexts.get(device) or self._retain(device))
 
     def _retain(self, device: int) -> int:
@@ -110,7 +110,7 @@ class CupyDriver:
         return int(free), int(total)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """As `Driver.is_out_of_memory`; errors of CuPy's memory pool have no status."""
+        """Whether an error reports a lack of memory; CuPy's memory pool raises it without a status."""
         return getattr(error, "status", OUT_OF_MEMORY) == OUT_OF_MEMORY
 
     def trim(self) -> None:
@@ -130,7 +130,7 @@ class CupyDriver:
         return int(rt.pointerGetAttributes(address).device)
 
     def pinned(self, nbytes: int) -> Bytes:
-        """As `Driver.pinned`, by cudaHostAlloc; freed with the last view."""
+        """Return page-locked host memory from cudaHostAlloc, freed with the last view of it."""
         with self._any():
             address = int(rt.hostAlloc(nbytes, rt.hostAllocPortable))
         memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -143,7 +143,7 @@ class CupyDriver:
             rt.freeHost(address)
 
     def is_pinned(self, array: Bytes) -> bool:
-        """As `Driver.is_pinned`, by cudaPointerGetAttributes of the first and last byte."""
+        """Whether an array is page-locked, by cudaPointerGetAttributes of its first and last byte."""
         first = address_of(array)
         ends = (first, first + max(array.size, 1) - 1)
         return all(rt.pointerGetAttributes(at).type == HOST_MEMORY for at in ends)
@@ -164,7 +164,7 @@ class CupyDriver:
         return _is_ready(rt.streamQuery(stream))
 
     def event_new(self, timed: bool = False) -> int:
-        """As `Driver.event_new`; events without timing are faster."""
+        """Return a new event; events that are not `timed` are faster."""
         return int(rt.eventCreateWithFlags(rt.eventDefault if timed else rt.eventDisableTiming))
 
     def event_done(self, event: int) -> bool:
@@ -188,7 +188,7 @@ class CupyDriver:
             rt.deviceDisablePeerAccess(peer)
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
-        """As `Driver.bind`; compiles by NVRTC through CuPy's disk cache."""
+        """Compile a launch's kernel by NVRTC, through CuPy's disk cache; return the call that runs it."""
         function = self._function(launch, device)
         packet = _Packet(block)
         (x, y, z), wg, extra, run = launch.groups, launch.wg, packet.address, cu.launchKernel
@@ -199,7 +199,7 @@ class CupyDriver:
         return call
 
     def prepare(self, launches: Sequence[Launch], device: int) -> None:
-        """As `Driver.prepare`; kernels in CuPy's disk cache take milliseconds each."""
+        """Compile the launches' kernels, with a progress display; cached ones take milliseconds each."""
         missing = {_key(x, device): x for x in launches if _key(x, device) not in self._functions}
         if missing:
             with progress.task(f"CUDA{device}: compiling kernels", len(missing)) as task:
@@ -249,18 +249,18 @@ class CupyDriver:
         return library()
 
     def collective(self, devices: Sequence[int]) -> Collective | None:
-        """As `Driver.collective`, by NCCL."""
+        """Connect devices for all-reduce sums by NCCL; `None` if NCCL is missing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy warns where there is no NCCL
             from cupy.cuda import nccl
         return _Nccl(nccl, devices) if nccl.available else None
 
     def capture_begin(self, stream: int) -> None:
-        """As `Driver.capture_begin`, in relaxed mode, so that other threads may allocate."""
+        """Capture later calls on the stream into a graph, in relaxed mode: other threads may allocate."""
         rt.streamBeginCapture(stream, rt.streamCaptureModeRelaxed)
 
     def exec_update(self, executable: int, graph: int) -> bool:
-        """As `Driver.exec_update`, by cuGraphExecUpdate, which CuPy does not bind."""
+        """Update an executable graph by cuGraphExecUpdate, called by ctypes; return whether it worked."""
         outcome = (ctypes.c_uint64 * 3)()  # CUgraphExecUpdateResultInfo: a result and two nodes
         status = libcuda().cuGraphExecUpdate_v2(
             ctypes.c_void_p(executable), ctypes.c_void_p(graph), ctypes.byref(outcome)

@@ -60,30 +60,30 @@ class CudaDevice(GpuDevice):
         self._own_types = (self._buffer_type,)
 
     def on(self) -> AbstractContextManager[None]:
-        """Context manager that makes it this thread's current device."""
+        """Context manager that makes the card this thread's current device."""
         return self.driver.on(self.index)
 
     @property
     def transfers(self) -> Stream:
-        """The stream of synchronous transfers; created at first use, because it needs memory on the card."""
+        """The CUDA stream of synchronous transfers; created at first use, as it needs device memory."""
         if self._transfers is None:
             self._transfers = self.open_stream()
         return self._transfers
 
     def open_stream(self) -> Stream:
-        """Return a new stream."""
+        """Return a new CUDA stream of the card."""
         stream = Stream(self.driver, self.index)
         self.memory_pool.streams.add(stream)
         return stream
 
     @cached_property
     def target(self) -> Target:
-        """Number of multiprocessors, block size and limits, for the choice of grids."""
+        """Properties of the card that decide how kernels divide work: multiprocessors, block size, limits."""
         return Target(False, self.facts.n_units, WG, max_groups=MAX_GROUPS, blas=self.has_blas)
 
     @cached_property
     def has_blas(self) -> bool:
-        """Whether cuBLAS can be loaded; if not, kernels compute all products."""
+        """Whether cuBLAS can be loaded; if not, kernels compute all matrix products."""
         try:
             self.blas_library()
         except BackendUnavailable:
@@ -91,7 +91,7 @@ class CudaDevice(GpuDevice):
         return True
 
     def blas_library(self) -> Any:
-        """Return cuBLAS.
+        """Return cuBLAS's functions, loaded by ctypes.
 
         Raises:
             BackendUnavailable: It cannot be loaded.
@@ -108,7 +108,7 @@ class CudaDevice(GpuDevice):
 
     @property
     def type(self) -> DeviceType:
-        """GPU; IGPU where it shares the host's memory."""
+        """GPU; or IGPU if the card shares the host's memory."""
         return DeviceType.IGPU if self.facts.is_integrated else DeviceType.GPU
 
     @property
@@ -120,12 +120,12 @@ class CudaDevice(GpuDevice):
 
     @property
     def device_id(self) -> str:
-        """The PCI bus id, as `0000:01:00.0`."""
+        """The card's PCI bus id, such as `0000:01:00.0`."""
         return self.facts.pci_bus_id
 
     @property
     def caps(self) -> Caps:
-        """All except `mmap_support`; `buffer_from_host_ptr` with GGMLB_CUDA_REGISTER_HOST=1."""
+        """All but `mmap_support`; `buffer_from_host_ptr` only with GGMLB_CUDA_REGISTER_HOST=1."""
         may_lock = env.flag("GGMLB_CUDA_REGISTER_HOST", default=False)
         return Caps(async_=True, host_buffer=True, buffer_from_host_ptr=may_lock, events=True)
 
@@ -195,7 +195,7 @@ class CudaDevice(GpuDevice):
         return CudaBuffer(self._buffer_type, address - offset, offset + spanned_bytes(array), array), offset
 
     def event_new(self) -> CudaEvent:
-        """Return an event to record on the device's streams."""
+        """Return a new event, which the device's streams can record."""
         return CudaEvent(self)
 
     # -- supported ops -------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class CopyKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Properties of a card.
+    """Properties of a card, as queried from CUDA.
 
     Attributes:
         name: Product name.
@@ -63,7 +63,7 @@ class Collective(Protocol):
     """A group of devices for all-reduce sums."""
 
     def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
-        """Queue the sum of `n` elements at each device's address, in place, on each device's stream."""
+        """Queue an all-reduce sum of `n` elements, in place, at each device's address, on its stream."""
 
     def free(self) -> None:
         """Release the group."""
@@ -78,7 +78,7 @@ class Driver(Protocol):
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """Exception types that the calls raise."""
+        """The exception types that the driver's functions raise."""
 
     # -- devices -------------------------------------------------------------------------------
 
@@ -89,13 +89,13 @@ class Driver(Protocol):
         """Return the properties of a device."""
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Context manager that makes a device this thread's current one; creates no context on others."""
+        """Context manager that makes `device` this thread's current one; others get no CUDA context."""
 
     def memory_info(self, device: int) -> tuple[int, int]:
         """Return free and total memory [bytes]."""
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether one of `errors` reports a lack of memory."""
+        """Whether an exception, one of `errors`, reports a lack of memory."""
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -109,12 +109,12 @@ class Driver(Protocol):
         """Free the memory that CuPy's pools cache on the current device."""
 
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
-        """View device memory as a flat uint8 array of CuPy, which keeps `owner` alive."""
+        """View device memory as a flat uint8 CuPy array; the array keeps the object `owner` alive."""
 
     def view(
         self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
     ) -> Any:
-        """View a part of a result of `array` with another shape and type."""
+        """View `base`, an array from `array`, from byte `offset` on with another shape, type and strides."""
 
     def device_of(self, address: int) -> int:
         """Return the device that an address is on."""
@@ -129,7 +129,7 @@ class Driver(Protocol):
         """Page-lock an array's memory in place."""
 
     def unregister(self, array: Bytes) -> None:
-        """Undo `register`."""
+        """Undo `register`: unlock the array's memory."""
 
     # -- streams and events --------------------------------------------------------------------
 
@@ -143,10 +143,10 @@ class Driver(Protocol):
         """Block until the stream's work is done."""
 
     def stream_done(self, stream: int) -> bool:
-        """Whether the stream's work is done; the stream must not be in a capture."""
+        """Whether the stream's queued work is done; the stream must not be capturing."""
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Let later work of the stream wait for an event of any device."""
+        """Queue a wait: the stream's later work starts after an event of any device."""
 
     def event_new(self, timed: bool = False) -> int:
         """Return a new event of the current device."""
@@ -155,21 +155,21 @@ class Driver(Protocol):
         """Release an event."""
 
     def event_record(self, event: int, stream: int) -> None:
-        """Move the event to the end of a stream's work."""
+        """Record the event after the work queued so far on a stream (cudaEventRecord)."""
 
     def event_done(self, event: int) -> bool:
-        """Whether the event is reached (cudaEventQuery)."""
+        """Whether the work before the recorded event is done (cudaEventQuery)."""
 
     def event_synchronize(self, event: int) -> None:
-        """Block until the event is reached."""
+        """Block until the work before the recorded event is done."""
 
     def event_elapsed(self, start: int, end: int) -> float:
-        """Return the time between two timed events that are reached [s]."""
+        """Return the time between two recorded events that are reached, both created as `timed` [s]."""
 
     # -- copies --------------------------------------------------------------------------------
 
     def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
-        """Queue a copy."""
+        """Queue a copy of `nbytes` bytes from `src` to `dst`."""
 
     def copy_2d(
         self,
@@ -193,7 +193,7 @@ class Driver(Protocol):
         """Let a device access a peer's memory; return whether CUDA supports it."""
 
     def disable_peer(self, device: int, peer: int) -> None:
-        """Undo `enable_peer`."""
+        """Undo `enable_peer`: the device can no longer access the peer's memory."""
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Queue setting every byte to a value."""
@@ -201,10 +201,10 @@ class Driver(Protocol):
     # -- work ----------------------------------------------------------------------------------
 
     def prepare(self, launches: Sequence[Launch], device: int) -> None:
-        """Compile the kernels of launches, with a progress display, before `bind`."""
+        """Compile the launches' kernels ahead of `bind`, with a progress display."""
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
-        """Compile a launch's kernel; return the call that runs it with an argument block."""
+        """Compile a launch's kernel; return the call that runs it with `block`, its packed arguments."""
 
     def blas(self) -> Any:
         """Return the functions of cuBLAS (`cublas.library`).
@@ -214,7 +214,7 @@ class Driver(Protocol):
         """
 
     def collective(self, devices: Sequence[int]) -> Collective | None:
-        """Connect distinct devices; `None` if NCCL is missing."""
+        """Connect distinct devices for all-reduce sums; `None` if NCCL is missing."""
 
     # -- graphs --------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Driver(Protocol):
 
 @contextmanager
 def cuda_errors(driver: Driver, call: str, buft: BufferType | None = None, nbytes: int = 0) -> Iterator[None]:
-    """Context manager that turns CUDA's errors into a BackendError or AllocationError.
+    """Context manager that turns CUDA's errors, raised in `call`, into a BackendError or AllocationError.
 
     Args:
         driver: The driver that raises the errors.
@@ -272,6 +272,6 @@ OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use
 
 
 def text(kernel: Kernel, defines: Defines, wg: int) -> str:
-    """Return the CUDA C++ text of a kernel with its macros."""
+    """Return the CUDA C++ text of a kernel, preceded by macros: `defines`, and WG, the block size."""
     macros = "".join(f"#define {name} {value}\n" for name, value in (*defines, ("WG", wg)))
     return macros + source(kernel, "cuda")

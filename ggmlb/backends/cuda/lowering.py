@@ -29,7 +29,7 @@ def declines(node: Tensor, target: Target) -> str | None:
 
 
 def can_fuse(group: Group, target: Target) -> bool:
-    """Whether a fused kernel computes the group, faster than kernels for each node."""
+    """Whether a fused kernel computes the group (not if it has a row-split product)."""
     split = any([row_split.is_split(node) for node in group.nodes])
     return not split and RULES.find(group, target) is not None
 
@@ -40,11 +40,11 @@ class CudaLowering(NamedTuple):
     target: Target
 
     def lower(self, item: Item) -> list[Request | PreparedOperand]:
-        """As `KindLowering.lower`."""
+        """Return the launches and cuBLAS calls that compute a node or group; empty grids are left out."""
         return [x for x in lower(item, self.target, RULES) if not isinstance(x, Launch) or 0 not in x.groups]
 
     def step(self, request: Request, slots: tuple[int, ...]) -> tuple[Request, Hashable]:
-        """As `KindLowering.step`; adds a key: CUDA graphs of steps with equal keys are interchangeable."""
+        """Return the step to cache and its key: CUDA graphs of steps with equal keys are interchangeable."""
         if isinstance(request, Launch):
             return request, (request.kernel.name, request.defines, request.wg)
         # The library may use other kernels for other shapes.
@@ -52,17 +52,17 @@ class CudaLowering(NamedTuple):
         return request, ("gemm", request.a.dtype, *shape)
 
     def mems(self, request: Request) -> Sequence[Mem]:
-        """As `KindLowering.mems`."""
+        """Return the tensor arguments of a launch or cuBLAS call."""
         if isinstance(request, Launch):
             return [arg for arg in request.args if isinstance(arg, Mem)]
         return request.mems
 
     def block(self, request: Request) -> bytes:
-        """As `KindLowering.block`."""
+        """Return the packed arguments of a launch or cuBLAS call, with zeros in place of addresses."""
         if isinstance(request, Launch):
             return argument_block(request, "cuda")
         return struct.pack("6q", *[word for mem in request.mems for word in (0, mem.offset)])
 
     def address_words(self, request: Request) -> Sequence[int]:
-        """As `KindLowering.address_words`."""
+        """Return where tensors are in the argument block of a launch or cuBLAS call, in words of 8 bytes."""
         return tensor_words(request.kernel, "cuda") if isinstance(request, Launch) else (0, 2, 4)

@@ -45,19 +45,19 @@ LEAST_STEPS = 2
 
 
 def uses_graphs() -> bool:
-    """Whether plans are captured into CUDA graphs."""
+    """Whether plans are captured into CUDA graphs: unless GGMLB_CUDA_GRAPHS=0."""
     return env.flag("GGMLB_CUDA_GRAPHS", default=True)
 
 
 class Step(NamedTuple):
-    """A call to queue on a stream, and its key for reuse of graphs; no key: it cannot be captured."""
+    """A call to queue on a stream, and its key for reuse of graphs; `None`: it cannot be captured."""
 
     call: Call
     key: Hashable | None
 
 
 class CudaPlan(GpuPlan[Step]):
-    """A graph's steps, bound to addresses and captured in CUDA graphs; keeps their buffers alive.
+    """A graph's steps, bound to device addresses and replayed as CUDA graphs; keeps its buffers alive.
 
     Attributes:
         segments: Its steps, divided at those that cannot be captured.
@@ -67,7 +67,7 @@ class CudaPlan(GpuPlan[Step]):
 
         @property
         def backend(self) -> CudaBackend:
-            """As `GraphPlan.backend`."""
+            """The CUDA stream that runs the plan."""
 
     def __init__(self, backend: CudaBackend, graph: Graph) -> None:
         device = backend.device
@@ -113,7 +113,7 @@ class CudaPlan(GpuPlan[Step]):
         return buffer.address
 
     def run(self) -> Status:
-        """Queue the steps.
+        """Queue the steps on the stream.
 
         Steps are launched one by one with an abort callback, during timing, or without CUDA graphs; with
         GGMLB_CUDA_SYNC=1, with a wait after each node.
@@ -145,7 +145,7 @@ class CudaPlan(GpuPlan[Step]):
         return Status.SUCCESS
 
     def release(self) -> None:
-        """Release its graphs, steps and buffers."""
+        """Release the plan's CUDA graphs, steps and buffers."""
         for segment in self.segments:
             segment.release()
         self.segments = []
@@ -153,7 +153,7 @@ class CudaPlan(GpuPlan[Step]):
 
 
 class IdleGraphs:
-    """Cache of unused executable graphs by the keys of their steps; the oldest are evicted first."""
+    """Cache of executable CUDA graphs of released plans, by the keys of their steps; evicts the oldest."""
 
     def __init__(self, driver: Driver, device: int) -> None:
         self._driver = driver
@@ -162,14 +162,14 @@ class IdleGraphs:
         self._is_closed = False
 
     def take(self, key: Hashable) -> int | None:
-        """Remove and return an executable graph of steps with these keys, or `None`."""
+        """Remove and return an executable graph whose steps have these keys; `None` if there is none."""
         for executable, its_key in reversed(list(self._idle.items())):
             if its_key == key and self._idle.pop(executable, None) is not None:
                 return executable
         return None
 
     def give_back(self, held: list[int], key: Hashable) -> None:
-        """Take back a segment's executable graph, if any."""
+        """Add an executable graph (in `held`, possibly empty) to the cache, under its steps' keys."""
         if not held:
             return
         if not self._is_closed:
@@ -179,20 +179,20 @@ class IdleGraphs:
             self._driver.exec_free(held.pop())
 
     def trim(self, n_kept: int = MAX_IDLE) -> None:
-        """Release all but the newest `n_kept`; must not be called from a finaliser."""
+        """Release all but the newest `n_kept` graphs; finalisers of objects must not call this."""
         while len(self._idle) > n_kept:
             executable, _ = self._idle.popitem(last=False)
             with self._driver.on(self._device):
                 self._driver.exec_free(executable)
 
     def close(self) -> None:
-        """Release all, and keep none from now on."""
+        """Release all graphs in the cache, and from now on release any that is given back."""
         self._is_closed = True
         self.trim(0)
 
 
 class Segment:
-    """Steps captured together.
+    """Steps of a plan that are captured together, as one CUDA graph.
 
     Attributes:
         steps: In order.
@@ -213,16 +213,16 @@ class Segment:
 
     @property
     def can_capture(self) -> bool:
-        """Whether the segment can be captured."""
+        """Whether the segment is to be captured: it is long enough, and capture has not failed before."""
         return len(self.steps) >= LEAST_STEPS and self.why_not is None
 
     @property
     def is_captured(self) -> bool:
-        """Whether it has an executable graph."""
+        """Whether the segment has an executable CUDA graph."""
         return bool(self._held)
 
     def run(self, stream: Stream) -> None:
-        """Queue the steps: one by one, or as a graph."""
+        """Queue the segment's steps: one by one until they are captured, then as one CUDA graph."""
         if not self._held and (not self.can_capture or not self._make(stream)):
             for step in self.steps:
                 step.call(stream.handle)
@@ -275,5 +275,5 @@ class Segment:
         return graph
 
     def release(self) -> None:
-        """Return the executable graph for reuse."""
+        """Give the segment's executable graph to the cache, for reuse by other plans."""
         self._release()

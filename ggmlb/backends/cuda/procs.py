@@ -1,4 +1,4 @@
-"""The optional functions of the registration, for `BackendReg.get_proc_address`, as all-reduce by NCCL."""
+"""CUDA's optional functions for `BackendReg.get_proc_address`, such as all-reduce sums by NCCL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
-    """Return the optional functions by name."""
+    """Return CUDA's optional functions by name, for `BackendReg.get_proc_address`."""
     return {
         "set_abort_callback": set_abort_callback,
         "get_features": get_features,
@@ -42,7 +42,7 @@ def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
 
 
 def get_features(reg: CudaReg) -> list[tuple[str, str]]:
-    """Return the cards' features and the backend's settings (ggml_backend_get_features)."""
+    """Return names and values of CUDA's features and settings (ggml_backend_get_features)."""
     return [
         ("ARCHS", ",".join(str(c) for c in sorted({d.facts.capability for d in reg.devices}))),
         ("CUBLAS", str(int(reg.devices[0].has_blas))),
@@ -53,7 +53,7 @@ def get_features(reg: CudaReg) -> list[tuple[str, str]]:
 
 
 def driver_version(device: Device) -> str:
-    """Return the CUDA versions of driver and runtime, as `"CUDA 13.0, runtime 12.9"`."""
+    """Return the CUDA versions of driver and runtime, such as `"CUDA 13.0, runtime 12.9"`."""
     from cupy.cuda import runtime
 
     driver, ours = (
@@ -85,7 +85,7 @@ SUMMED = frozenset({DType.F32, DType.F16, DType.BF16})
 
 
 class Communicator:
-    """A group of streams of different cards, for all-reduce sums."""
+    """A group of streams, each of another card, for all-reduce sums by NCCL."""
 
     def __init__(self, backends: Sequence[CudaBackend], collective: Collective) -> None:
         self.backends = tuple(backends)

@@ -53,7 +53,7 @@ class Stream:
             self.handle = driver.stream_new()
 
     def mark(self) -> int:
-        """Record an event after the work queued so far; return it, for release by `unmark`."""
+        """Record an event after the stream's queued work; return it. The caller gives it back by `unmark`."""
         try:
             event = self._marks.pop()
         except IndexError:
@@ -64,16 +64,16 @@ class Stream:
         return event
 
     def unmark(self, event: int) -> None:
-        """Release an event that is reached, or that streams already wait for."""
+        """Take back an event from `mark` that is reached, or that streams already wait for."""
         self._marks.append(event)
 
     def is_idle(self) -> bool:
-        """Whether all of its work is done."""
+        """Whether all of the stream's queued work is done."""
         with self.lock:
             return self._driver.stream_done(self.handle)
 
     def wait_for(self, others: Iterable[Stream]) -> None:
-        """Let later work run after the work queued so far on other streams."""
+        """Queue a wait: later work of this stream starts after the work queued so far on the `others`."""
         for other in others:
             if other is not self and other.handle:
                 event = other.mark()
@@ -82,14 +82,14 @@ class Stream:
                 other.unmark(event)  # recording it again does not change queued waits
 
     def synchronize(self) -> None:
-        """Block until the work queued so far is done; other threads may queue and capture meanwhile."""
+        """Block until the stream's queued work is done; other threads may queue and capture meanwhile."""
         with self._driver.on(self.device):
             event = self.mark()
             self._driver.event_synchronize(event)
         self.unmark(event)
 
     def free(self) -> None:
-        """Release the stream; its work must be done."""
+        """Release the CUDA stream; its work must be done."""
         handle, self.handle = self.handle, 0
         with self._driver.on(self.device):
             for event in self._marks:
@@ -99,7 +99,7 @@ class Stream:
 
 
 class CudaEvent(Event):
-    """A point in a stream's work.
+    """A CUDA event that marks a point in a stream's work.
 
     Attributes:
         handle: CUDA's event.
@@ -156,7 +156,7 @@ class DeferredRelease:
 
 
 class DeviceMemory:
-    """Allocator of one device, which releases resources when the work that uses them is done.
+    """Allocator of a device's memory, which frees memory when the work that uses it is done.
 
     Garbage collection may drop a buffer at any moment, even during a capture. So `give_back` only records
     it; the next call records events for work that may still use the memory, and checks them.
@@ -192,17 +192,17 @@ class DeviceMemory:
             return driver.malloc(nbytes)
 
     def give_back(self, release: Release, streams: Iterable[Stream] = ()) -> None:
-        """Call `release` when the work now queued on the streams is done."""
+        """Call `release` in a later `sweep`, once the work now queued on the streams is done."""
         self._dropped.append((release, tuple(streams)))
 
     def give_back_borrowed(self, owner: object, streams: Iterable[Stream]) -> None:
-        """Keep `owner`, an object of another library, alive until the work now queued is done."""
+        """Keep `owner`, another library's object, alive until the work now queued on the streams is done."""
         users = tuple(streams)
         if users:
             self._dropped.append((partial(id, owner), users))  # the call does nothing: it keeps a reference
 
     def sweep_if_idle(self) -> None:
-        """As `sweep`, if all streams of the device are idle: cudaFree would wait for their work."""
+        """Release finished resources if all streams are idle; cudaFree would wait for their work."""
         if not self._dropped and not self._leaving:
             return
         streams = [stream for stream in list(self.streams) if stream.handle]
@@ -211,7 +211,7 @@ class DeviceMemory:
                 self.sweep()
 
     def sweep(self, wait: bool = False) -> None:
-        """Release resources given back whose work is done; with `wait`, wait for the others."""
+        """Release the resources given back whose work is done; with `wait`, wait for the others' work."""
         if not self._dropped and not self._leaving:
             return
         driver = self._driver
@@ -242,7 +242,7 @@ class DeviceMemory:
 
 
 class Clock:
-    """Records timed events around commands, and sets their times when the stream is idle.
+    """Timing of a CUDA stream: records events around commands, and sets their times when it is idle.
 
     CUDA measures only intervals between events, as float32 milliseconds: an hour to 0.25 ms. So events
     are measured from an anchor event at most about `SPAN_NS` before them, and anchors from the previous
@@ -260,7 +260,7 @@ class Clock:
 
     @contextmanager
     def time(self, name: str, is_copy: bool = False) -> Iterator[None]:
-        """Context manager that times the work queued in its block."""
+        """Context manager that times the work queued in its block, as the command `name`."""
         if perf_counter_ns() - self._last > SPAN_NS and self._driver.event_done(self._newest):
             self._add_anchor()
         before = self._mark()
@@ -272,7 +272,7 @@ class Clock:
         self._last = perf_counter_ns()
 
     def settle(self) -> None:
-        """Set start and stop of the finished commands."""
+        """Set the start and stop times of the recorded commands; their work must be done."""
         driver = self._driver
         anchor = at = 0
         for command, before, after in self._events:

@@ -6,10 +6,10 @@
 #define Q8_AT(sub_block, half) (256*((sub_block) >> 3) + 128*(half) + 16*((sub_block) & 7))
 
 #define EACH_SUB_BLOCK_ UNROLL for (int j = 0; j < N; j++)
-/* Round to the nearest integer, in the lowest byte of the result: floats at 1.5*2^23 have no fraction bits. */
+/* Round x to the nearest integer, -127 to 127, held in the result's lowest byte: at 1.5*2^23, floats have no fraction. */
 DEVICE_FN uint rounded(float x) { return AS_UINT(x + 12582912.0f); }
 
-/* Quantise N sub-blocks, `apart` from one to the next. Eight neighbouring threads share a sub-block, four elements each;
+/* Quantise N sub-blocks, each `apart` after the last. Eight neighbouring threads share a sub-block, four elements each;
    the first of them writes scale_sums. Every thread of the warp must call this (shuffles); only sub-blocks before
    n_sub_blocks are written. */
 template <int N> DEVICE_FN void quantize4(const float4 *x, GLOBAL char *quants, GLOBAL char *scale_sums, int sub_block,

@@ -123,7 +123,7 @@ QUANTS(q6_k)
 DEVICE_FN uint pair_at(const uint *tile, int at) { return *(const ushort *)((const char *)tile + at); }
 DEVICE_FN float half_at(const uint *tile, int at) { return half_to_float_((ushort)pair_at(tile, at)); }
 
-/* types with one scale per sub-block, as in rows.h */
+/* types with one scale (and min) per sub-block of 32 */
 #define ONE_SCALE(T) \
     SCALES(T) \
     { \
@@ -147,7 +147,7 @@ SCALES(iq4_xs)
     d[0] = half_to_float_((ushort)w[0]);
     scale[0] = scale[1] = ((w[1] >> 4*i & 15) | (w[0] >> (16 + 2*i) & 3) << 4) - 32;
 }
-/* one byte of scale and min for each half */
+/* q2_k: one byte holds scale and min of half a sub-block (16 elements) */
 SCALES(q2_k)
 {
     const uint s = pair_at(tile, at + SCALES_q2_k + 2*i);

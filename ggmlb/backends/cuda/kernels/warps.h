@@ -1,7 +1,7 @@
 /* Work split of matrix-vector kernels: SPLIT warps of a block share ROWS rows of a, each a part of the columns. */
 #define WARP (LOCAL_ID/32)
 #define LANE (LOCAL_ID & 31)
-#define SETS (WG/32/SPLIT)                                   /* sets of rows per block */
+#define SETS (WG/32/SPLIT)                                   /* sets of ROWS rows of a that a block computes */
 #define FIRST_ROW ((GROUP_ID(0)*SETS + WARP/SPLIT)*ROWS)
 
 /* The batch indices i2, i3 of this block in d, and row m of x, the weights, for them. With ONE_MATRIX no division is needed,
@@ -30,7 +30,7 @@ DEVICE_FN float share_sums(float *sum, float *partial)
     }
     return x;
 }
-/* write this thread's sum, if it has one: row r, column c */
+/* run the statement `write` in threads that have a sum: that of row r of the set and column c */
 #define WRITE_SUMS(write) \
     if (WARP % SPLIT == 0) { \
         const int r = LANE/COLUMNS, c = LANE % COLUMNS; \
