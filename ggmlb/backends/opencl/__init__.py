@@ -18,7 +18,7 @@ from ggmlb.parallel.row_split import split_buffer_type
 
 
 class OpenClReg(BackendReg):
-    """The registration of OpenCL: the devices of all platforms."""
+    """The registration of OpenCL, with the usable devices of all platforms."""
 
     name = "OpenCL"
 

@@ -36,7 +36,7 @@ N_LOOKS = 5
 
 
 class OpenClEvent(Event):
-    """A marker in a backend's queue.
+    """An event of a queue: a marker after the commands queued so far.
 
     Attributes:
         marker: OpenCL's event; `None` until recorded.
@@ -59,7 +59,7 @@ class OpenClEvent(Event):
 
 
 class OpenClBackend(GpuBackend):
-    """An in-order command queue.
+    """A stream on an OpenCL device: an in-order command queue.
 
     Attributes:
         queue: PyOpenCL's queue.
@@ -84,7 +84,7 @@ class OpenClBackend(GpuBackend):
     # -- graphs --------------------------------------------------------------------------------
 
     def can_fuse(self, group: Group) -> bool:
-        """Whether a fused kernel computes the group."""
+        """Whether OpenCL has a fused kernel for the group (not if it has a row-split product)."""
         return not any(map(is_split, group.nodes)) and RULES.find(group, self.target) is not None
 
     def _plan(self, graph: Graph) -> GraphPlan:
@@ -207,7 +207,7 @@ class OpenClBackend(GpuBackend):
                 cl.enqueue_barrier(self.queue, wait_for=[event.marker])
 
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """As `GpuBackend.finish_and_read`; the copy is queued after the work."""
+        """Queue a copy of the buffer to `words` after all queued work, and wait for both."""
         record = cast("OpenClBuffer", buffer)
         with cl_errors(f"read the index record of {self.name}", device=self.name):
             self._hold(cl.enqueue_copy(self.queue, words, record.memory, is_blocking=False), record)
@@ -236,7 +236,7 @@ class _Look(NamedTuple):
 
 
 class QueueClock:
-    """Records commands of a profiling queue, and sets their times when the queue is idle."""
+    """Timing of a profiling queue: records its commands, and sets their times when it is idle."""
 
     def __init__(self, queue: cl.CommandQueue, commands: list[Command]) -> None:
         self._queue = queue
@@ -245,13 +245,13 @@ class QueueClock:
         self._first = _look(queue)
 
     def note(self, name: str, event: cl.Event, is_copy: bool = False) -> None:
-        """Add a command that was queued."""
+        """Record a queued command, by its event, under a name."""
         command = Command(name, is_copy)
         self._commands.append(command)
         self._events.append((command, event))
 
     def settle(self) -> None:
-        """Set start and stop of the finished commands."""
+        """Set the start and stop times of the recorded commands; they must be finished."""
         first, last = self._first, _look(self._queue)
         drift = (last.offset - first.offset) / max(last.at - first.at, 1)
         for command, event in self._events:

@@ -57,7 +57,7 @@ class OpenClBufferType(BufferType):
 
 
 class OpenClBuffer(GpuBuffer):
-    """An OpenCL buffer."""
+    """A buffer in the memory of an OpenCL device."""
 
     device: OpenClDevice
 
@@ -83,7 +83,7 @@ class OpenClBuffer(GpuBuffer):
 
     @classmethod
     def over_host_memory(cls, buft: OpenClBufferType, array: Bytes) -> OpenClBuffer:
-        """Return a buffer over the array's memory."""
+        """Return a buffer that uses an array's memory in place (CL_MEM_USE_HOST_PTR)."""
         if not array.size:
             return cls(buft, None, 0, array)
         access = cl.mem_flags.READ_WRITE if array.flags.writeable else cl.mem_flags.READ_ONLY
@@ -99,21 +99,21 @@ class OpenClBuffer(GpuBuffer):
 
     @property
     def host_memory(self) -> Bytes | None:
-        """The array under the buffer."""
+        """The host array whose memory the buffer uses; `None` if it has memory of its own."""
         return self._host
 
     @property
     def memory(self) -> cl.Buffer:
-        """The OpenCL buffer; not for empty buffers."""
+        """The OpenCL buffer object; must not be read for buffers of size 0, which have none."""
         assert self._memory is not None
         return self._memory
 
     def note_use(self, queue_id: int, event: cl.Event) -> None:
-        """Remember the last command of a backend's queue that uses the buffer."""
+        """Remember `event` as the last command of a queue that uses the buffer."""
         self._uses[queue_id] = event
 
     def uses(self) -> list[cl.Event]:
-        """Return the commands that may still use the buffer."""
+        """Return the events of unfinished commands that use the buffer."""
         return [event for event in list(self._uses.values()) if not is_done(event)]
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
@@ -137,7 +137,7 @@ class OpenClBuffer(GpuBuffer):
             ).wait()
 
     def can_copy(self, src: Tensor, dst: Tensor) -> bool:
-        """Whether the buffers share a context, the packing is equal, and the tensors do not overlap."""
+        """Whether one command copies `src` to `dst`: same context, same packing, no overlap."""
         source = src.buffer
         if not isinstance(source, OpenClBuffer) or source.device.context is not self.device.context:
             return False
@@ -183,7 +183,7 @@ def queue_copy(
 
 
 class MemoryLedger:
-    """Counter of a device's memory, because OpenCL reports no free memory and overcommits.
+    """Count of a device's allocated memory, because OpenCL reports no free memory and overcommits.
 
     Buffers are released by any thread, and by the garbage collector at any point. Each change is one
     atomic operation on a dict or deque, so that no lock is needed.
@@ -200,18 +200,18 @@ class MemoryLedger:
 
     @property
     def free(self) -> int:
-        """Free memory [bytes], including memory that pending work still uses."""
+        """Free memory [bytes]; memory that pending commands still use is not free."""
         self._sweep()
         return max(0, self.total - sum(list(self._sizes.values())))
 
     def take(self, nbytes: int) -> int:
-        """Count an allocation; return its ticket for `give_back`."""
+        """Count an allocation of `nbytes`; return a ticket, by which `give_back` uncounts it."""
         ticket = next(self._tickets)
         self._sizes[ticket] = nbytes
         return ticket
 
     def give_back(self, memory: cl.Buffer | None, ticket: int, uses: Mapping[int, cl.Event]) -> None:
-        """Release memory as soon as the commands that use it have ended."""
+        """Keep a dropped buffer's memory until the commands that use it have ended; then uncount it."""
         self._leaving.append((memory, ticket, list(uses.values())))
         self._sweep()
 

@@ -79,7 +79,7 @@ class OpenClDevice(GpuDevice):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a CPU, whose cores work best on separate rows and read unaligned bytes."""
+        """Whether the device is a CPU: cores work best on separate rows, and may read unaligned bytes."""
         return self._kind is DeviceType.CPU
 
     @property
@@ -93,7 +93,7 @@ class OpenClDevice(GpuDevice):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Memory not allocated by ggmlb, and the runtime's total [bytes]."""
+        """Free memory (total less what this process has allocated through ggmlb) and total [bytes]."""
         return self.ledger.free, self.ledger.total
 
     @property
@@ -177,7 +177,7 @@ class OpenClDevice(GpuDevice):
         return () if self.is_cpu else (self.packed_buffer_type,)
 
     def event_new(self) -> OpenClEvent:
-        """Return an event to record on the device's queues."""
+        """Return a new event, which the device's queues can record."""
         return OpenClEvent(self)
 
 

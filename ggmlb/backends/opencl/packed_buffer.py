@@ -32,7 +32,7 @@ GROUP: Final = 8
 
 
 class OpenClPackedBufferType(OpenClBufferType):
-    """Device memory for contiguous weights, read by products and get_rows."""
+    """Device memory that stores q4_0 and q8_0 weights repacked, for matrix products and get_rows."""
 
     def __init__(self, device: OpenClDevice) -> None:
         super().__init__(device, f"{device.name}_Packed")
@@ -46,7 +46,7 @@ class OpenClPackedBufferType(OpenClBufferType):
         return "_x8" if _is_packed(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot read operands in this memory, or `None`; only `READERS` can, as src0."""
+        """Return why a node cannot read operands in this memory, or `None`; only `READERS` may, as src0."""
         if not self.is_used:
             return None
         weight = weight_in(self, node, READERS)
@@ -59,10 +59,10 @@ class OpenClPackedBufferType(OpenClBufferType):
 
 
 class OpenClPackedBuffer(PackedBuffer, OpenClBuffer):
-    """A buffer that repacks weights in transfers."""
+    """A buffer that repacks weights when they are written, and unpacks them when they are read."""
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Size of eight blocks [bytes]."""
+        """Size of eight blocks [bytes], the group that is repacked as a unit."""
         return GROUP * tensor.dtype.type_size
 
     def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
@@ -88,14 +88,14 @@ def _begins_a_group(view: Tensor) -> bool:
 
 
 def pack(data: Bytes, dtype: DType) -> Bytes:
-    """Return whole groups of ggml's blocks with the scales of each group in front of its elements."""
+    """Repack ggml's blocks, in groups of eight: the eight scales first, then the elements of all."""
     n, blocks = SCALE_SIZES[dtype], data.reshape(-1, GROUP, dtype.type_size)
     parts = [blocks[:, :, :n].reshape(len(blocks), -1), blocks[:, :, n:].reshape(len(blocks), -1)]
     return np.concatenate(parts, axis=1).reshape(-1)
 
 
 def unpack(data: Bytes, dtype: DType) -> Bytes:
-    """Return blocks in ggml's order: the inverse of `pack`."""
+    """Restore ggml's order of blocks from groups of eight: the inverse of `pack`."""
     n, groups = SCALE_SIZES[dtype], data.reshape(-1, GROUP * dtype.type_size)
     scales = groups[:, : GROUP * n].reshape(-1, GROUP, n)
     elements = groups[:, GROUP * n :].reshape(-1, GROUP, dtype.type_size - n)

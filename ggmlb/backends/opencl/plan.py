@@ -27,7 +27,7 @@ Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
 
 
 class LaunchKind(NamedTuple):
-    """A launch without the values of its arguments.
+    """What equal launches have in common: program, grid, and which operands the buffers are.
 
     Attributes:
         key: Its program.
@@ -47,37 +47,37 @@ class OpenClLowering(NamedTuple):
     target: Target
 
     def lower(self, item: Item) -> list[Launch | PreparedOperand]:
-        """As `KindLowering.lower`."""
+        """Return the launches that compute a node or group."""
         return lower(item, self.target)
 
     def step(self, request: Launch, slots: tuple[int, ...]) -> LaunchKind:
-        """As `KindLowering.step`."""
+        """Return a launch's program key, grid and slot numbers of its buffers, for the cache."""
         (x, y, z), wg = request.groups, request.wg
         key = request.kernel, request.defines, wg, self.target.on_cpu
         return LaunchKind(key, (x * wg, y, z), (wg, 1, 1), slots)
 
     def mems(self, request: Launch) -> Sequence[Mem]:
-        """As `KindLowering.mems`."""
+        """Return the tensor arguments of a launch."""
         return [arg for arg in request.args if isinstance(arg, Mem)]
 
     def block(self, request: Launch) -> bytes:
-        """As `KindLowering.block`."""
+        """Return a launch's packed arguments, with offsets within slots for tensors."""
         return argument_block(request, "opencl")
 
     def address_words(self, request: Launch) -> Sequence[int]:
-        """As `KindLowering.address_words`."""
+        """Return where the tensors of a launch are in its argument block, in words of 8 bytes."""
         return tensor_words(request.kernel, "opencl")
 
 
 class Stage(NamedTuple):
-    """Consecutive launches, and the row-split product to run after them, if any."""
+    """Consecutive launches of a plan, and the row-split product that runs after them, if any."""
 
     steps: list[Step]
     product: RowSplitProduct | None
 
 
 class OpenClPlan(GpuPlan["Step | RowSplitProduct"]):
-    """The steps of a graph, ready to be queued.
+    """The launches of a graph as kernel objects with all arguments, ready to be queued.
 
     Attributes:
         stages: The steps, divided at row-split products.
@@ -89,7 +89,7 @@ class OpenClPlan(GpuPlan["Step | RowSplitProduct"]):
 
         @property
         def backend(self) -> OpenClBackend:
-            """As `GraphPlan.backend`."""
+            """The OpenCL stream that runs the plan."""
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
         super().__init__(backend, graph, OpenClLowering(backend.target), backend.target)
@@ -114,11 +114,11 @@ class OpenClPlan(GpuPlan["Step | RowSplitProduct"]):
         return product
 
     def name_of(self, step: int) -> str:
-        """Return the name of a step for a timeline."""
+        """Return the name of a step on a timeline: its kernel, and the node that it computes."""
         return f"{self.steps[step][0].function_name}: {self.results[step].describe()}"
 
     def release(self) -> None:
-        """Return the kernel objects for reuse."""
+        """Return the plan's kernel objects for reuse by other plans, and release its steps and buffers."""
         super().release()
         self.stages = []
         self.steps = []

@@ -39,13 +39,13 @@ def is_pocl(platform: cl.Platform) -> bool:
 
 
 def is_of_unknown_processor(device: cl.Device) -> bool:
-    """Whether it is a PoCL device on a processor for which it cannot build."""
+    """Whether the device is PoCL's, on a processor that its compiler does not know, so that builds fail."""
     unknown = is_pocl(device.platform) and device.version.endswith(f"-{UNKNOWN.decode()}")
     return unknown and device.int_ptr not in _named
 
 
 def name_processor(device: cl.Device) -> bool:
-    """Replace PoCL's processor name by one that its compiler knows.
+    """Overwrite the processor's name in PoCL's memory by one that its compiler knows.
 
     The name is found by its text and overwritten in place; unreadable memory is skipped.
 

@@ -27,7 +27,7 @@ Loan = tuple[ProgramKey, "cl.Kernel"]
 
 
 class CacheEntry:
-    """The cache entry of a program, keyed by everything that its binary depends on."""
+    """A compiled program's file in the disk cache, named by a hash of everything its binary depends on."""
 
     def __init__(self, device: cl.Device, text: str, options: Sequence[str]) -> None:
         platform = device.platform
@@ -37,7 +37,7 @@ class CacheEntry:
         self._path = disk_cache.folder("opencl") / f"{sha256(key.encode()).hexdigest()}.bin"
 
     def load(self, context: cl.Context, options: Sequence[str]) -> cl.Program | None:
-        """Return the built program, or `None` if it is not cached or the runtime refuses it."""
+        """Return the program built from its cached binary; `None` without one, or if it is refused."""
         binary = disk_cache.load(self._path)
         if binary is None:
             return None
@@ -48,7 +48,7 @@ class CacheEntry:
         return None
 
     def save(self, program: cl.Program) -> None:
-        """Cache a program built for this device only."""
+        """Save the binary of a program for this device only."""
         facts: Any = program
         with suppress(cl.Error):
             # For the context's other devices, runtimes return an empty binary or none.
@@ -58,7 +58,7 @@ class CacheEntry:
 
 
 class Programs:
-    """Builds the kernels of launches, and lends kernel objects to plans for reuse."""
+    """The device's compiled programs, built when first needed, and kernel objects, lent to plans."""
 
     def __init__(self, context: cl.Context, device: cl.Device, name: str) -> None:
         self._context = context
@@ -70,14 +70,14 @@ class Programs:
         self._idle: dict[ProgramKey, list[cl.Kernel]] = {}
 
     def borrow(self, keys: Sequence[ProgramKey]) -> list[Loan]:
-        """Build missing programs; return a kernel object for each key, exclusive until `give_back`."""
+        """Build missing programs; return a kernel object per key, lent to nobody else until `give_back`."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._built]
         if missing:
             self._build_all(missing)
         return [(key, self._kernel(key)) for key in keys]
 
     def give_back(self, loans: list[Loan]) -> None:
-        """Take back kernel objects; queued commands keep their arguments."""
+        """Take back kernel objects for reuse; commands that were queued with them keep their arguments."""
         for key, kernel in loans:
             self._idle.setdefault(key, []).append(kernel)
         loans.clear()

@@ -21,7 +21,7 @@ CL_INVALID_COMMAND_QUEUE, and NVIDIA's for a kernel with an illegal address."""
 
 @contextmanager
 def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0, *, device: str) -> Iterator[None]:
-    """Context manager that turns PyOpenCL's errors into a BackendError, DeviceLostError or AllocationError.
+    """Context manager that turns PyOpenCL's errors into BackendError, DeviceLostError or AllocationError.
 
     Args:
         call: The operation, for the message.
@@ -43,7 +43,7 @@ def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0, *, dev
 
 
 def is_out_of_memory(error: cl.Error) -> bool:
-    """Whether the runtime reports a lack of memory."""
+    """Whether an OpenCL error reports a lack of memory."""
     codes = cl.status_code
     return isinstance(error, cl.MemoryError) or error.code in (
         codes.MEM_OBJECT_ALLOCATION_FAILURE,
@@ -54,12 +54,12 @@ def is_out_of_memory(error: cl.Error) -> bool:
 
 
 def is_done(event: cl.Event) -> bool:
-    """Whether the command has ended, successfully or not."""
+    """Whether an event's command has ended, successfully or not."""
     return bool(event.command_execution_status <= cl.command_execution_status.COMPLETE)
 
 
 def check_outcome(event: cl.Event, call: str, device: str) -> None:
-    """Raise a BackendError, or DeviceLostError, if the finished command failed."""
+    """Raise a BackendError, or DeviceLostError, if the event's finished command failed."""
     status = event.command_execution_status
     if status < 0:
         name = cl.status_code.to_string(status)  # type: ignore[operator]
