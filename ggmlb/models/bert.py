@@ -45,7 +45,7 @@ L2_EPS = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """The sizes of a BERT encoder.
+    """Hyperparameters of a BERT encoder: numbers of layers and heads, widths, pooling.
 
     Attributes:
         n_layer: Encoder layers.
@@ -75,7 +75,7 @@ class BertConfig:
 
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> BertConfig:
-        """Read a model folder's configuration.
+        """Read the hyperparameters from the JSON files of a model folder.
 
         Raises:
             ModelError: A file is missing or invalid, or describes another kind of model.
@@ -121,7 +121,7 @@ class BertConfig:
         )
 
     def check_file(self, file: TensorFile) -> str:
-        """Check that a file has all weights, before large tensors are created.
+        """Check that the file has all weights, in the right shapes; return the prefix of their names.
 
         Returns:
             The prefix of the names of its weights.
@@ -139,7 +139,7 @@ class BertConfig:
         return prefix
 
     def embedding_sources(self, prefix: str) -> dict[str, Source]:
-        """Map the embedding weights to tensors of the file."""
+        """Return the tensors of the file for each embedding weight; `prefix` begins the tensors' names."""
         n = self.n_embd
         return {
             "tokens": _matrix(n, self.n_vocab, prefix + "embeddings.word_embeddings")._replace(
@@ -173,7 +173,7 @@ class BertConfig:
         return SplitState(SplitAxis(axis), (split_evenly(n, n_devices, size),) * n_parts)
 
     def layer_sources(self, prefix: str, layer: int) -> dict[str, Source]:
-        """Map the weights of an encoder layer to tensors of the file."""
+        """Return the tensors of the file for each weight of a layer; `prefix` begins the tensors' names."""
         n = self.n_embd
         at = f"{prefix}encoder.layer.{layer}."
         here = f"layer.{layer}."
@@ -270,7 +270,7 @@ class BertGraph:
         return self._ctx.set_input(self._ctx.new_tensor(dtype, ne, name))
 
     def set_inputs(self, sequences: Sequence[Tokens]) -> None:
-        """Write the inputs for `n_batch` sequences of at most `n_tokens` tokens each."""
+        """Write token ids, masks and pooling weights of `n_batch` sequences of at most `n_tokens` each."""
         ids = np.zeros((self._n_batch, self._n_tokens), np.int32)
         mask = np.zeros(self.mask.ne[::-1], np.float32)
         pool = np.zeros(ids.shape, np.float32)

@@ -87,7 +87,7 @@ SPLIT = "_Split"
 
 
 def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> list[str]:
-    """Return a model's devices, highest priority first; the last runs ops that no other supports.
+    """Return a model's devices, highest priority first, by `devices`, else by `named`, else by default.
 
     Args:
         devices: The requested devices; by default those of `ggmlb.default_devices`, else the first GPU,
@@ -123,7 +123,7 @@ def host_device(names: Sequence[str]) -> str | None:
 
 
 def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> Backend:
-    """Open a stream on a device, or on a meta device if `+` joins several names.
+    """Open a stream on a device; names joined by `+` make a meta device, with weights split by `split_state`.
 
     Args:
         name: As `"OpenCL0"` or `"OpenCL0+OpenCL1"`.
@@ -142,7 +142,7 @@ def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> 
 def resolved_overrides(
     overrides: Mapping[str, str | BufferType] | None, backends: Mapping[str, Backend]
 ) -> dict[str, str | BufferType]:
-    """Check the overrides of tensors, and replace `<device>_Split` by its split buffer type.
+    """Check the devices requested for single tensors; turn `<device>_Split` into its split buffer type.
 
     Args:
         overrides: Device or buffer type by regular expression. `"CUDA0_Split"` splits the rows of matrices
@@ -165,7 +165,7 @@ def resolved_overrides(
 
 
 def split_rows(device: Device, shares: Mapping[str, float] | None = None) -> BufferType:
-    """Return the buffer type that splits the rows of matrices over a backend's devices.
+    """Return the buffer type that splits rows of matrices over a backend's devices by `shares`.
 
     Args:
         device: The device that runs the products.

@@ -29,7 +29,7 @@ GROUP: Final = 64
 
 
 def map_tensors(device: Device, tensors: Iterable[tuple[Tensor, Extent]]) -> list[Buffer]:
-    """Place tensors inside the mapped files, if the device can use them there.
+    """Place tensors inside their mapped files, not copied, if the device can compute from mapped memory.
 
     Args:
         device: The device.
@@ -60,7 +60,7 @@ def map_tensors(device: Device, tensors: Iterable[tuple[Tensor, Extent]]) -> lis
 
 
 def fill(tensors: Iterable[tuple[Tensor, Sequence[Extent]]]) -> None:
-    """Read tensors of files into weights, several below each other; uses threads for host memory."""
+    """Copy or convert tensors of files into weights; several tensors of one weight are stacked along rows."""
     copies: list[Callable[[], None]] = []
     for tensor, parts in tensors:
         buffer = tensor.placed("fill")
@@ -135,7 +135,7 @@ def _run(copies: Sequence[Callable[[], None]]) -> None:
 
 
 def slices(extent: Extent, nbytes: int | None = None) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield slices of a tensor's rows; release a slice's pages before the next.
+    """Yield a tensor's rows in slices of about `nbytes`; the system may reclaim a slice's pages after use.
 
     Args:
         extent: The tensor.
@@ -156,12 +156,12 @@ def _cuts(extent: Extent, nbytes: int | None = None) -> Iterator[tuple[int, int]
 
 
 def values_of(rows: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any]:
-    """View rows of bytes as numbers; dequantise blocks to float32."""
+    """View the bytes of a tensor's rows as numbers; if the type is quantised, dequantise to float32."""
     return dequantize(rows, dtype) if dtype.is_quantized else rows.view(dtype.numpy)
 
 
 def converted(rows: npt.NDArray[np.uint8], dtype: DType, to: DType, name: str) -> npt.NDArray[np.uint8]:
-    """Return rows of bytes of a tensor in another type.
+    """Convert the bytes of a tensor's rows from type `dtype` to type `to`; `name` is for error messages.
 
     Raises:
         ModelError: A value is NaN or infinite, and blocks have no such values.

@@ -133,7 +133,7 @@ class ModelFolder:
 
     @cached_property
     def tensors(self) -> TensorFile:
-        """The weights.
+        """The weights, by name, in the mapped file `model.safetensors`.
 
         Raises:
             ModelError: `model.safetensors` is missing, truncated or corrupt.

@@ -1,4 +1,4 @@
-"""Assignment of layers to devices, parsed from requests as `"0-2,5"`."""
+"""Assignment of layers to devices, parsed from requests such as `"0-2,5"`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assign_layers(
     n_layer: int,
     parts: Sequence[str] = (EMBEDDINGS,),
 ) -> dict[int | str, str]:
-    """Assign each layer, the embeddings and the output to a device.
+    """Assign layers and other `parts` (embeddings, output) to devices, as `layers_on` requests.
 
     Without requests, all layers are on the first device; otherwise, other layers are on the last device. By
     default, the embeddings are on the last device, and the output on that of the last layer.
@@ -53,7 +53,7 @@ def assign_layers(
 
 
 def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, str]:
-    """List the parts of the model on each device, in words: `"layers 0-2,5, the output"`."""
+    """Describe the parts of the model on each device in words, such as `"layers 0-2,5, the output"`."""
     found = {}
     for device in devices:
         parts = [part for part, home in homes.items() if home == device]
@@ -65,7 +65,7 @@ def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, st
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Format numbers as `assign_layers` parses them: `"0-2,5"`."""
+    """Format layer numbers as ranges, such as `"0-2,5"`, which `assign_layers` parses."""
     found: list[list[int]] = []
     for n in sorted(numbers):
         if found and n == found[-1][1] + 1:

@@ -106,12 +106,12 @@ class Extent(NamedTuple):
     nbytes: int
 
     def rows(self) -> npt.NDArray[np.uint8]:
-        """Return its bytes, read-only and not copied, shape `(n_rows, row_size)`."""
+        """Return the tensor's bytes, read-only and not copied, shape `(n_rows, row_size)`."""
         raw = self.memory[self.offset : self.offset + self.nbytes]
         return raw.reshape(math.prod(self.shape[:-1]), self.dtype.row_size((self.shape or (1,))[-1]))
 
     def release(self, start: int, nbytes: int) -> None:
-        """Let the system reclaim the pages of a range of its bytes; see `MappedFile.release`."""
+        """Let the system reclaim the pages of `nbytes` bytes of the tensor from byte `start` on."""
         before = self.file.data.nbytes - self.memory.nbytes
         self.file.release(before + self.offset + start, nbytes)
 
@@ -120,7 +120,7 @@ class Extent(NamedTuple):
 def failing(
     what: str, *kinds: type[BaseException], cure: str = "copy or download it again"
 ) -> Iterator[None]:
-    """Turn exceptions of these kinds into the ModelError "`what`: reason; `cure`".
+    """Context manager: turn exceptions of `kinds` into the ModelError "`what`: reason; `cure`".
 
     Without kinds: all exceptions, and panics of Rust libraries, which do not derive from `Exception`.
     """

@@ -33,7 +33,7 @@ BUDGET = 0.1
 
 
 class Rates(NamedTuple):
-    """Bandwidths and times of a device.
+    """Bandwidths of a device, and its times for a transfer and for a graph node.
 
     Attributes:
         read: Weights read by matrix-vector products [bytes/s].
@@ -50,7 +50,9 @@ class Rates(NamedTuple):
 
 @cache
 def measured_rates(device: Device, dtype: DType, shape: tuple[int, int]) -> Rates:
-    """Measure a device's rates, once per process; takes tenths of a second and compiles kernels.
+    """Measure a device's rates (bandwidths, times) with weights of `dtype` and `shape`, once per process.
+
+    It takes tenths of a second and compiles kernels.
 
     Args:
         device: The device, with room for `N_WEIGHTS`.
@@ -81,7 +83,7 @@ def measured_rates(device: Device, dtype: DType, shape: tuple[int, int]) -> Rate
 def rates_of(
     devices: Iterable[Device], weights: tuple[DType, tuple[int, int]], declared: Mapping[str, float]
 ) -> dict[Device, Rates]:
-    """Return the rates of devices, measured unless declared.
+    """Return the measured rates of devices; `declared` replaces the read bandwidths of those it names.
 
     Args:
         devices: The devices.

@@ -26,7 +26,7 @@ Built = TypeVar("Built", bound=HasGraph)
 
 
 class Runs(Generic[Key, Built]):
-    """Cache of allocated graphs by size, with shared compute buffers.
+    """Cache of allocated graphs by key (their sizes); all share the same compute buffers.
 
     Computing one overwrites the results of the others: set all inputs after `get`, and read results before
     the next `get`.
@@ -49,7 +49,7 @@ class Runs(Generic[Key, Built]):
         return len(self._built)
 
     def keys(self) -> list[Key]:
-        """The sizes of the cached graphs."""
+        """The keys (sizes) of the cached graphs."""
         return list(self._built)
 
     def values(self) -> list[Built]:
@@ -57,7 +57,7 @@ class Runs(Generic[Key, Built]):
         return list(self._built.values())
 
     def reserve(self, largest: Iterable[Built]) -> None:
-        """Allocate memory for the largest graphs, so that smaller ones need no more.
+        """Allocate compute memory for these largest graphs, so that smaller ones need no more.
 
         Raises:
             AllocationError: A device lacks room.
@@ -67,7 +67,7 @@ class Runs(Generic[Key, Built]):
             self.scheduler.reserve(built.graph)
 
     def get(self, key: Key, build: Callable[[], Built]) -> Built:
-        """Return the graph of this key, cached or new, ready for its inputs.
+        """Return the graph of `key`, cached or made by `build`, allocated and ready for its inputs.
 
         Raises:
             AllocationError: A device lacks room.
@@ -86,11 +86,11 @@ class Runs(Generic[Key, Built]):
         return built
 
     def start(self, built: Built) -> None:
-        """Queue the graph of `get`; its inputs may be overwritten when this returns."""
+        """Queue the computation of a graph from `get`; its inputs may be overwritten once this returns."""
         self.scheduler.graph_compute_async(built.graph)
 
     def traced(self, built: Built, nodes: Iterable[Tensor]) -> dict[Tensor, npt.NDArray[Any]]:
-        """Compute the graph of `get`, and return the values of the given nodes."""
+        """Compute a graph from `get`; return copies of the values of the given nodes."""
         wanted = frozenset(nodes)
         found: dict[Tensor, npt.NDArray[Any]] = {}
 
@@ -112,7 +112,7 @@ class Runs(Generic[Key, Built]):
         self.scheduler.synchronize()
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the compute memory of all graphs."""
         self.last = None
         self._built.clear()
         if not self.scheduler.is_freed:

@@ -10,7 +10,7 @@ from ggmlb.interface.memory_table import MemoryReport
 
 
 class Summary(NamedTuple):
-    """Facts of a model on devices; shown as text and in notebooks.
+    """Sizes, parts and memory of a model on devices; shown as text and in notebooks.
 
     Attributes:
         name: The model's class and file.

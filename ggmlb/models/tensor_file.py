@@ -16,7 +16,7 @@ from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile, failing
 
 
 class Entry(NamedTuple):
-    """The header entry of a tensor.
+    """The header entry of a tensor in a safetensors file: type, shape and position.
 
     Attributes:
         dtype: The file's name of its type, such as `F32`.
@@ -70,7 +70,7 @@ class TensorFile(Mapping[str, Entry]):
         self._file.check_unchanged()
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
-        """Return the header entry of a required weight.
+        """Return the header entry of a weight; raise a ModelError if it is missing or has another `shape`.
 
         Raises:
             ModelError: There is no such tensor, or it has another shape, or a type not in `FLOATS`.
@@ -94,7 +94,7 @@ class TensorFile(Mapping[str, Entry]):
         return found
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
-        """Return the extent of a required weight; raises as `entry`."""
+        """Return the extent (place in the mapped file) of a weight; raise unless it has this `shape`."""
         found = self.entry(name, shape)
         return Extent(self.dtype(name), shape, self._file, self.data, found.offset, found.nbytes)
 

@@ -133,7 +133,7 @@ def _growth(normalizer: Mapping[str, Any]) -> int:
 
 
 class Batch(NamedTuple):
-    """A batch of texts.
+    """A batch of texts, given by their indices, and their padded length.
 
     Attributes:
         members: Indices of the texts.
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 def plan_batches(
     lengths: Sequence[int], most: int, n_max: int, planned: Collection[Shape] = ()
 ) -> list[Batch]:
-    """Group texts by length into batches of least total cost (padding, batches, new graph plans).
+    """Group texts into batches of least cost (padding, and graphs of shapes that are not yet in `planned`).
 
     Texts are sorted by length and cut into runs by dynamic programming: the least cost of the first `i`
     texts is that of the first `i - k` plus a batch of the next `k`, minimised over `k`.
@@ -164,7 +164,7 @@ def plan_batches(
 
     @cache
     def batch_cost(size: int, longest: int) -> tuple[float, int]:
-        """Return the cost and the padded length of a batch."""
+        """Return cost and padded length of a batch of `size` texts, the longest of `longest` tokens."""
         new = min(padded(longest, size), n_max)
         fits = [(float(size * n), n) for n, n_texts in planned if n_texts == size and n >= longest]
         return min([*fits, (size * new * NEW_SHAPE, new)])
@@ -185,6 +185,6 @@ def plan_batches(
 
 
 def padded(length: int, n_texts: int) -> int:
-    """Return the padded length of the longest sequence of a batch."""
+    """Return the padded length of a batch of `n_texts` texts, the longest of which has `length` tokens."""
     step = LENGTH_STEP // 2 if n_texts == 1 else LENGTH_STEP
     return -(-length // step) * step

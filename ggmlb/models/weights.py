@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """The file's tensor, or stacked tensors, of a weight.
+    """The tensor of the file that a weight is read from, or several that are stacked along rows.
 
     Attributes:
         names: Tensors of the file; several are stacked along the rows.
@@ -135,12 +135,12 @@ class Weights:
         return tensors
 
     def check_mapped(self) -> None:
-        """Raise a ModelError if weights are in the mapped file and it was changed."""
+        """Raise a ModelError if weights are used inside the mapped file and the file was changed."""
         if self._mapped:
             self._file.check_unchanged()
 
     def error_in_values(self, found: str) -> ModelError:
-        """Return the ModelError about a result that is 0 or not finite; it names a weight with NaN."""
+        """Return (not raise) the ModelError for a result `found` with 0 or NaN; names a weight with NaN."""
         if (name := self.not_finite()) is not None:
             return ModelError(
                 f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "
@@ -153,7 +153,7 @@ class Weights:
         )
 
     def not_finite(self, prefix: str = "") -> str | None:
-        """Return the first placed weight with NaN or infinity whose name has the prefix, or `None`."""
+        """Return the first placed weight with NaN or infinity whose name begins with `prefix`, or `None`."""
         for name, extent in self._placed.items():
             if name.startswith(prefix) and not all(
                 np.isfinite(values_of(rows, extent.dtype)).all() for rows in slices(extent)
@@ -162,7 +162,7 @@ class Weights:
         return None
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the memory of all placed weights."""
         self._buffers.close()
 
     @staticmethod

@@ -22,7 +22,7 @@ KEY = "ggmlb.checkpoint"
 
 
 def write(path: str | os.PathLike[str], state: Mapping[str, Any], arrays: Arrays) -> None:
-    """Write a checkpoint; on an error, an earlier file of that name stays.
+    """Write a checkpoint of `arrays` by name and a JSON `state`; on an error, an earlier file stays.
 
     Raises:
         ArgumentError: The name ends neither in `.safetensors` nor in `.gguf`.
@@ -35,7 +35,7 @@ def write(path: str | os.PathLike[str], state: Mapping[str, Any], arrays: Arrays
 def read(
     path: str | os.PathLike[str], optimizer: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Any], Arrays]:
-    """Return the state and the arrays of a checkpoint.
+    """Return state and arrays of a checkpoint; raise if its `optimizer` or its arrays' `shapes` differ.
 
     Args:
         path: The file.

@@ -244,20 +244,20 @@ class OptContext(Unique, Closeable):
 
     @property
     def graph(self) -> Graph:
-        """The graph that `alloc` placed last."""
+        """The training or forward graph, whichever `alloc` placed last."""
         return self._graph
 
     @property
     def training_graph(self) -> Graph:
-        """Forward and backward pass, with optimizer steps unless gradients are accumulated."""
+        """The graph of forward and backward pass, with optimizer steps if `opt_period` is 1."""
         return self._training
 
     def grad_acc(self, param: Tensor) -> Tensor | None:
-        """Return the gradient accumulator of a parameter; `None` without accumulation (ggml_opt_grad_acc)."""
+        """Return a parameter's gradient accumulator; `None` if `opt_period` is 1 (ggml_opt_grad_acc)."""
         return self._gradients.grad_acc(param)
 
     def reset(self, optimizer: bool = False) -> None:
-        """Set accumulated gradients to 0; with `optimizer`, also its moments and its step count.
+        """Set accumulated gradients to 0, and if `optimizer` is true, the optimizer's moments and step count.
 
         Source: ggml_opt_reset.
         """
@@ -269,7 +269,7 @@ class OptContext(Unique, Closeable):
                 moment.memset(0)
 
     def alloc(self, backward: bool = True) -> None:
-        """Place the training graph, or the forward graph, so that its inputs can be set (ggml_opt_alloc).
+        """Place the training graph, or if not `backward` the forward graph, to set inputs (ggml_opt_alloc).
 
         Raises:
             AllocationError: A device lacks room.
@@ -282,7 +282,7 @@ class OptContext(Unique, Closeable):
         self._scheduler.alloc_graph(self._graph)
 
     def set_batch(self, data: Sequence[npt.ArrayLike], labels: npt.ArrayLike | None = None) -> None:
-        """Write a batch into the inputs; arrays have the inputs' shapes or number of elements.
+        """Write a batch's `data` and `labels` into the inputs; arrays fit by shape or number of elements.
 
         Raises:
             ShapeError: An array does not fit.
@@ -317,7 +317,7 @@ class OptContext(Unique, Closeable):
         return labels
 
     def eval(self, result: Result | None = None) -> None:
-        """Compute the placed graph with the current inputs, and take a step when one is due (ggml_opt_eval).
+        """Compute the placed graph; when training, step after each `opt_period` batches (ggml_opt_eval).
 
         Args:
             result: Loss and predictions are added to it.
@@ -427,7 +427,7 @@ class OptContext(Unique, Closeable):
         val_split: float = 0.0,
         callback: Callback | None = None,
     ) -> list[Epoch]:
-        """Train with a data set, which is shuffled before each epoch.
+        """Train with a data set, shuffled before each epoch; the fraction `val_split` of it only validates.
 
         Args:
             dataset: Data and labels.
@@ -509,7 +509,7 @@ class OptContext(Unique, Closeable):
         return found
 
     def close(self) -> None:
-        """Free moments and accumulators; the parameters stay. Has no effect if already closed."""
+        """Free the memory of moments and gradient accumulators; the parameters stay."""
         for buffer in self._buffers:
             buffer.free()
         self._buffers.clear()
@@ -520,7 +520,7 @@ class OptContext(Unique, Closeable):
 
 
 def batch_size(inputs: Tensor | Sequence[Tensor], n_batch: int | None) -> int:
-    """Return `n_batch`, or by default the first input's outermost extent above 1."""
+    """Return `n_batch`, or if it is `None` the first input's last extent (`ne`) that is above 1."""
     if not isinstance(inputs, Tensor) and not inputs:
         raise ArgumentError("OptContext: there are no inputs; give one or more")
     first = inputs if isinstance(inputs, Tensor) else inputs[0]

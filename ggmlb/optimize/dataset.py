@@ -64,7 +64,7 @@ class Dataset:
         self._order = order
 
     def get_batch(self, i: int, n: int) -> tuple[tuple[Array, ...], Array | None]:
-        """Return the `i`-th batch of `n` data points: data and labels (ggml_opt_dataset_get_batch).
+        """Return batch number `i`, from 0, of `n` data points: data and labels (ggml_opt_dataset_get_batch).
 
         Raises:
             ArgumentError: There are fewer batches.

@@ -45,7 +45,7 @@ class AdamW:
                 raise ArgumentError(f"AdamW: {name} is {beta}; give a number from 0 to below 1")
 
     def numbers(self, iteration: int) -> list[float]:
-        """Return the arguments of `opt_step_adamw` at a step, counted from 1.
+        """Return the hyperparameters for `opt_step_adamw` at the step `iteration`, which counts from 1.
 
         Raises:
             ArgumentError: The step is below 1.
@@ -58,7 +58,7 @@ class AdamW:
     def step(
         self, ctx: Context, param: Tensor, grad: Tensor, moments: Sequence[Tensor], numbers: Tensor
     ) -> Tensor:
-        """Return the node that updates a parameter and its moments."""
+        """Return the node that updates `param` and `moments` from `grad` and hyperparameters `numbers`."""
         if len(moments) != 2:
             raise ArgumentError(f"AdamW: {len(moments)} moments; give 2")
         first, second = moments
@@ -89,13 +89,13 @@ class SGD:
         _check(self, alpha=self.alpha, wd=self.wd)
 
     def numbers(self, iteration: int) -> list[float]:
-        """Return the arguments of `opt_step_sgd`."""
+        """Return the hyperparameters for `opt_step_sgd`, the same at each step."""
         return [self.alpha, self.wd]
 
     def step(
         self, ctx: Context, param: Tensor, grad: Tensor, moments: Sequence[Tensor], numbers: Tensor
     ) -> Tensor:
-        """Return the node that updates a parameter."""
+        """Return the node that updates `param` from `grad` and the hyperparameters `numbers`."""
         return ctx.opt_step_sgd(param, grad, numbers)
 
 

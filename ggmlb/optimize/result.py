@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @named("a Result()")
 class Result:
-    """Losses and predictions of batches, as `OptContext.eval` adds them (ggml_opt_result).
+    """Losses and predictions that `OptContext.eval` collects, batch by batch (ggml_opt_result).
 
     Attributes:
         losses: Loss of each batch.
@@ -41,7 +41,7 @@ class Result:
     def add(
         self, loss: float, n_data: int, pred: npt.NDArray[np.int32] | None = None, n_correct: int = 0
     ) -> None:
-        """Add a batch's loss, and its predictions if it has labels."""
+        """Add a batch of `n_data` points: its loss, predicted classes, and number of correct ones."""
         self.losses.append(loss)
         self.n_data += n_data
         if pred is not None:
@@ -51,7 +51,7 @@ class Result:
 
     @property
     def loss(self) -> float:
-        """Mean loss of the batches; NaN without any (ggml_opt_result_loss)."""
+        """Mean loss of the batches; NaN if there are none (ggml_opt_result_loss)."""
         return float(np.mean(self.losses)) if self.losses else math.nan
 
     @property
@@ -67,7 +67,7 @@ class Result:
 
     @property
     def accuracy_uncertainty(self) -> float:
-        """Standard error of the accuracy; NaN with fewer than two rows."""
+        """Standard error of the accuracy; NaN with fewer than two predictions."""
         n, share = self._n_rows, self.accuracy
         return math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
 
@@ -84,7 +84,7 @@ class Result:
 
 
 class Epoch(NamedTuple):
-    """Results of an epoch.
+    """Results of an epoch, of its training and of its validation.
 
     Attributes:
         train: Results of training.
@@ -98,7 +98,7 @@ class Epoch(NamedTuple):
 @named("a Progress, as callbacks are given one")
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of an epoch after a batch.
+    """The state of an epoch after a batch, which callbacks get.
 
     Attributes:
         is_training: Whether this is training; else evaluation.
@@ -120,12 +120,12 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Time since the start [s]."""
+        """Time since the start of this part (training or evaluation) of the epoch [s]."""
         return perf_counter() - self.start
 
     @property
     def remaining(self) -> float:
-        """Estimated remaining time [s]."""
+        """Estimated remaining time of this part (training or evaluation) of the epoch [s]."""
         return self.seconds / self.n_done * (self.n_batches - self.n_done)
 
 
@@ -140,7 +140,7 @@ MOST_WIDTH = 1000
 
 @checked
 def progress_bar(progress: Progress, width: int = 24) -> None:
-    """Print a line with a bar, overwritten after each batch (..._epoch_callback_progress_bar).
+    """Print a bar in one line, overwritten after each batch (ggml_opt_epoch_callback_progress_bar).
 
     To standard error, or to the output of a notebook.
     """

@@ -29,7 +29,7 @@ CACHED_LENGTH: Final = 64
 
 
 def merge(pieces: list[str], rank: Rank) -> list[str]:
-    """Merge neighbours, lowest rank first and leftmost among equals, until no pair has a rank.
+    """Merge neighbouring strings, lowest `rank` first and leftmost of equals, until no pair has a rank.
 
     It takes O(n log n) for n pieces.
 
@@ -87,7 +87,7 @@ def printable(text: str) -> str:
 
 
 def from_printable(text: str) -> bytes:
-    """Return the bytes of GPT-2's byte encoding; other characters give their own UTF-8."""
+    """Return the bytes that a text in GPT-2's byte encoding stands for; other characters become UTF-8."""
     return b"".join(_BYTES_OF.get(ord(c)) or c.encode() for c in text)
 
 
@@ -129,7 +129,7 @@ class BytePairs:
         return tokens
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes of a normal token."""
+        """Return the bytes of a normal token (no control or byte token); `text`: its vocabulary entry."""
         return from_printable(text) if self._pre.is_byte_level else text.replace(SPACE, " ").encode()
 
     def _word(self, word: str) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class SentencePieces:
         return tokens
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes of a normal token."""
+        """Return the bytes of a normal token (no control or byte token); `text`: its vocabulary entry."""
         return text.replace(SPACE, " ").encode()
 
     @cached_property

@@ -61,7 +61,7 @@ class GgufType(IntEnum):
 
 
 class RawValue(NamedTuple):
-    """An undecoded metadata value, to copy to another file.
+    """A metadata value as undecoded bytes, to copy to another GGUF file.
 
     Attributes:
         kind: Type of the value, or of an array's elements.
@@ -74,7 +74,7 @@ class RawValue(NamedTuple):
     data: memoryview
 
     def encoded(self) -> bytes:
-        """Return its type and value as bytes of a GGUF file."""
+        """Return the value's type and bytes, as they are in a GGUF file."""
         if self.length is None:
             return pack("<I", self.kind) + self.data
         return pack("<IIQ", GgufType.ARRAY, self.kind, self.length) + self.data
@@ -93,7 +93,7 @@ def quoted(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Suggest a similar name, as `did_you_mean` but in bounded time."""
+    """Return a hint for a message: the most similar of the first `known` names (in bounded time)."""
     fit = (k for k in known if len(k) <= MAX_SHOWN and k.isprintable())
     return did_you_mean(name[:MAX_SHOWN], islice(fit, MAX_COMPARED))
 
@@ -160,7 +160,7 @@ class Metadata(Mapping[str, Value]):
         return len(self._slots)
 
     def slot(self, key: str) -> ValuePosition:
-        """Return the position and type of a value.
+        """Return the type of a key's value, and its position in the file, without decoding it.
 
         Raises:
             ModelError: There is no such key.
@@ -187,7 +187,7 @@ class Metadata(Mapping[str, Value]):
         return found
 
     def raw(self, key: str) -> RawValue:
-        """Return a value undecoded.
+        """Return a key's value as undecoded bytes, with its type.
 
         Raises:
             ModelError: There is no such key.
@@ -198,7 +198,7 @@ class Metadata(Mapping[str, Value]):
     # -- values of a certain type --------------------------------------------------------------
 
     def integer(self, key: str, default: int | None = None, least: int = 0, most: int = (1 << 31) - 1) -> int:
-        """Return an integer from `least` to `most`."""
+        """Return an integer, or `default` without the key; raise a ModelError outside `least` to `most`."""
         found = self._typed(key, default, int)
         if not least <= found <= most:
             raise self.error(key, f"it is {found}; it must be {least} to {most}")
@@ -207,22 +207,22 @@ class Metadata(Mapping[str, Value]):
     def real(
         self, key: str, default: float | None = None, least: float = -math.inf, most: float = math.inf
     ) -> float:
-        """Return a finite number."""
+        """Return a finite number, or `default` without the key; raise a ModelError outside the limits."""
         found = self._typed(key, default, float)
         if not (math.isfinite(found) and least <= found <= most):
             raise self.error(key, f"it is {found}; it must be {least} to {most}")
         return found
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """Return a boolean."""
+        """Return a boolean, or `default` without the key; raise a ModelError if it has another type."""
         return self._typed(key, default, bool)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string."""
+        """Return a string, or `default` without the key; raise a ModelError if it has another type."""
         return self._typed(key, default, str)
 
     def texts(self, key: str) -> list[str]:
-        """Return an array of strings."""
+        """Return an array of strings; raise a ModelError if the key's value has another type."""
         slot = self.slot(key)
         if slot.kind is not GgufType.STRING or slot.length is None:
             raise self.error(key, f"it is {slot}; it must be an array of strings")
@@ -231,14 +231,14 @@ class Metadata(Mapping[str, Value]):
         return self._texts[key]
 
     def numbers(self, key: str) -> npt.NDArray[Any]:
-        """Return an array of numbers, read-only."""
+        """Return an array of numbers, read-only; raise a ModelError if the key's value has another type."""
         found = self[key]
         if not isinstance(found, np.ndarray):
             raise self.error(key, f"it is {self.slot(key)}; it must be an array of numbers")
         return found
 
     def error(self, key: str, found: str) -> ModelError:
-        """Return a ModelError about a value; `found`: the fault."""
+        """Return (not raise) a ModelError that names the file and the key, and states the fault `found`."""
         return ModelError(f"{self._file.path}: metadata key {quoted(key)}: {found}")
 
     # -- decoding ------------------------------------------------------------------------------

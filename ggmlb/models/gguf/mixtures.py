@@ -12,7 +12,7 @@ from ggmlb.core.dtypes import DType
 
 
 class MixtureLayer(NamedTuple):
-    """A layer and the model's sizes, by which a mixture chooses types.
+    """A layer's index and the model's sizes, from which a mixture chooses quantisation types.
 
     Attributes:
         layer: Index of the layer.
@@ -31,7 +31,7 @@ Condition = Callable[[MixtureLayer], bool]
 
 
 class Rule(NamedTuple):
-    """Type of the matrices of some layers.
+    """Quantisation type of the matrices with `part` in their names, in the layers that `where` accepts.
 
     Attributes:
         part: Text within the tensors' names.
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Quantisation types of a model's matrices, as Q4_K_M.
+    """Quantisation types of a model's matrices under one name, such as Q4_K_M.
 
     Attributes:
         dtype: Type of matrices without a rule.
@@ -59,11 +59,11 @@ class Mixture(NamedTuple):
 
     @property
     def output_type(self) -> DType:
-        """The type of the output matrix."""
+        """The type of the output matrix (`output.weight`): at least Q6_K."""
         return max(self.dtype, DType.Q6_K, key=lambda dtype: dtype.type_size / dtype.block_size)
 
     def type_of(self, name: str, place: MixtureLayer) -> DType:
-        """Return the type of a layer's matrix."""
+        """Return the type of a matrix: of the first rule for its `name` and layer (`place`), else `dtype`."""
         fitting = (rule.dtype for rule in self.rules if rule.part in name and rule.where(place))
         return next(fitting, self.dtype)
 

@@ -285,7 +285,7 @@ PRE_TOKENIZERS: Final = _table()
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """Return a pre-tokenizer by its name.
+    """Return the pre-tokenizer that a file names in `tokenizer.ggml.pre`.
 
     Raises:
         ModelError: There is none of this name.

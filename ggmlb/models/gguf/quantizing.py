@@ -60,7 +60,7 @@ LAYER: Final = re.compile(r"^blk\.(\d+)\.")
 
 
 class Change(NamedTuple):
-    """A tensor of the new file, with its type and size.
+    """A tensor of the source file, with its new type and size in the quantised file.
 
     Attributes:
         tensor: The tensor of the old file.
@@ -86,7 +86,7 @@ def quantize_gguf(
     n_threads: int = 1,
     progress: Progress | None = None,
 ) -> list[Change]:
-    """Write a model with its matrices in another type.
+    """Write a model with its matrices converted to `dtype`, a type or a mixture such as Q4_K_M.
 
     Norms, tensors of one dimension and a few small matrices (`KEPT`) keep their type. The output matrix, or
     the token embeddings if they are the output matrix too, gets at least Q6_K. A mixture (`MIXTURES`) gives
@@ -146,7 +146,7 @@ def quantize_gguf(
 
 
 def mixture_of(dtype: DType | str) -> Mixture:
-    """Return the mixture of a name (Q4_K_M), or one with a single type.
+    """Return the mixture of types with a name such as Q4_K_M, or one with the single type `dtype`.
 
     Raises:
         DTypeError: No such type, or one that cannot be written.
@@ -166,7 +166,7 @@ def _writable(dtype: DType | str) -> DType:
 
 
 def plan_types(source: GgufFile, to: Mixture, rules: Mapping[str, DType], pure: bool = False) -> list[Change]:
-    """Choose the new type of each tensor; see `quantize_gguf`.
+    """Choose the new type of each tensor: the mixture `to`, changed by `rules` and `pure` (`quantize_gguf`).
 
     Raises:
         ArgumentError: A rule is no regular expression, or matches no tensor.

@@ -178,7 +178,7 @@ class GgufFile(Mapping[str, GgufTensor]):
 
     @property
     def parts(self) -> tuple[MappedFile, ...]:
-        """The mapped files, in the order of their numbers."""
+        """The mapped files, in order; one if the model is not split."""
         return tuple(self._parts)
 
     @property
@@ -210,7 +210,7 @@ class GgufFile(Mapping[str, GgufTensor]):
         return blocks.view(tensor.dtype.numpy)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
-        """Return the extent of a required weight.
+        """Return the extent (place in the mapped file) of a weight; raise a ModelError unless it has `shape`.
 
         Args:
             name: The tensor.
@@ -248,7 +248,7 @@ class GgufFile(Mapping[str, GgufTensor]):
         return Extent(tensor.dtype, tensor.shape, file, file.data, tensor.offset, tensor.nbytes)
 
     def load(self, where: Device | Backend | BufferType, names: Iterable[str] | None = None) -> LoadedTensors:
-        """Place tensors in a device's memory, for graphs that read them.
+        """Place tensors (all, or those in `names`) in the device memory `where`, for graphs that read them.
 
         They are used inside the mapped file where the device computes in host memory, and copied elsewhere.
 

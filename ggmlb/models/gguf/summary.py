@@ -22,7 +22,7 @@ N_CHARACTERS: Final = 100
 
 
 class MetadataRow(NamedTuple):
-    """A metadata value as shown.
+    """A metadata value for display, with its key and type; arrays are cut to their first elements.
 
     Attributes:
         key: Its key.
@@ -37,7 +37,7 @@ class MetadataRow(NamedTuple):
     problem: str
 
     def text(self) -> str:
-        """Return the value in one line, cut short."""
+        """Return the value, or the decoding error, as one line of text, shortened if long."""
         if self.problem:
             return self.problem
         if isinstance(self.value, list):
@@ -47,7 +47,7 @@ class MetadataRow(NamedTuple):
 
 
 def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[MetadataRow]:
-    """Return all values; only the first `n_items` elements of arrays are decoded."""
+    """Return a row for display of each metadata value; of arrays, only the first `n_items` elements."""
     found = []
     for key in metadata:
         value, problem = None, ""
@@ -60,7 +60,7 @@ def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[MetadataRow]:
 
 
 def facts(file: GgufFile) -> dict[str, str]:
-    """Return format, parts, size and types of the file, in words."""
+    """Return version, parts, size and tensor types of a GGUF file as texts by heading."""
     n_elements = sum(tensor.n_elements for tensor in file.values())
     sizes: Counter[str] = Counter()
     counts = Counter(tensor.dtype.name for tensor in file.values())
@@ -84,7 +84,7 @@ def _parameters(n: int) -> str:
 
 
 def as_dict(file: GgufFile) -> dict[str, Any]:
-    """Return the summary for JSON; arrays are cut to their first elements."""
+    """Return metadata and tensor headers of a GGUF file as JSON values; arrays are cut to their start."""
     return {
         "path": str(file.path),
         "version": file.version,
@@ -111,7 +111,7 @@ def as_dict(file: GgufFile) -> dict[str, Any]:
 
 
 def as_html(file: GgufFile) -> str:
-    """Return the summary for a notebook."""
+    """Return the summary of a GGUF file as HTML, for notebooks."""
     values = table(("key", "type", "value"), [(r.key, r.kind, r.text()) for r in rows(file.metadata)])
     tensors = table(
         ("tensor", "type", "ne", "size"),

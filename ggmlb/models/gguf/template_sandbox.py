@@ -31,7 +31,7 @@ MAX_MEMORY: Final = 1 << 29
 
 
 class Refusal(Exception):
-    """The template called `raise_exception`."""
+    """The template called `raise_exception`, to refuse a conversation."""
 
 
 class TooLong(Exception):
@@ -74,7 +74,7 @@ def tojson(
 
 
 def raise_exception(message: Any) -> str:
-    """Raise a `Refusal`, when a template calls this."""
+    """Raise a `Refusal` with a message; templates call this to refuse a conversation."""
     raise Refusal(str(message))
 
 
@@ -85,7 +85,7 @@ def strftime_now(form: str) -> str:
 
 @functools.lru_cache(8)
 def compiled(source: str) -> jinja2.Template:
-    """Return a template, with the filters and functions that Hugging Face gives it."""
+    """Compile a template, with the filters and functions that Hugging Face gives to chat templates."""
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, GenerationTag])
     environment.filters |= {"tojson": tojson, "from_json": json.loads}
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
@@ -93,7 +93,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def rendered(source: str, variables: dict[str, Any]) -> str:
-    """Render a template."""
+    """Return the text of a template rendered with `variables`; raise `TooLong` if it is too long."""
     pieces, length = [], 0
     for piece in compiled(source).generate(variables):
         length += len(piece)
@@ -104,7 +104,7 @@ def rendered(source: str, variables: dict[str, Any]) -> str:
 
 
 def answer(source: str, variables: dict[str, Any] | None) -> dict[str, Any]:
-    """Render a template (without variables: only compile it); return the text or the failure."""
+    """Return the text of a rendered template, or the failure; `variables=None` only compiles the template."""
     try:
         compiled(source)
     except Exception as error:

@@ -64,7 +64,7 @@ class Unigrams:
         return [token.id for token in found]
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes of a normal token."""
+        """Return the bytes of a normal token (no control or byte token); `text`: its vocabulary entry."""
         return text.replace(SPACE, " ").encode()
 
     def _normalized(self, text: str) -> str:

@@ -179,7 +179,7 @@ class Vocabulary:
     # -- text to tokens ----------------------------------------------------------------------------
 
     def encode(self, text: str, special: bool = True, add_special: bool = True) -> list[int]:
-        """Return the tokens of a text.
+        """Tokenize a text; `special`: recognise control tokens; `add_special`: add BOS, EOS as the file says.
 
         Args:
             text: The text; halves of surrogate pairs count as U+FFFD.
@@ -224,7 +224,7 @@ class Vocabulary:
         return text.encode() if kind in _PARSED else b""
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
-        """Return the text of tokens.
+        """Return the text of token numbers; control tokens are left out unless `special` is true.
 
         The space that `encode` adds before a text is left out. Bytes that are no UTF-8 give U+FFFD.
 
@@ -243,7 +243,7 @@ class Vocabulary:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def stream(self, special: bool = False) -> Detokenizer:
-        """Return an incremental detokenizer, which returns whole characters only.
+        """Return an incremental detokenizer; control tokens are left out unless `special` is true.
 
         Args:
             special: Whether control tokens are written.
@@ -433,7 +433,7 @@ class Detokenizer:
         return self._decoder.decode(self._vocabulary._shown_bytes(token, self._special))
 
     def flush(self) -> str:
-        """Return U+FFFD if the last character is incomplete, else no text."""
+        """Return U+FFFD if the bytes of a last character are incomplete, or else an empty text."""
         return self._decoder.decode(b"", final=True)
 
 

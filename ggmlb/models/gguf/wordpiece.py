@@ -20,7 +20,7 @@ _CHINESE: Final = (
 
 
 class WordPieces:
-    """WordPiece over normalised words.
+    """WordPiece, the vocabulary of BERT: cuts each normalised word into the longest tokens from the left.
 
     Args:
         ids: Token numbers by text; tokens that begin a word begin with U+2581.
@@ -46,7 +46,7 @@ class WordPieces:
         return [token for word in self._words(text) for token in self._pieces(SPACE + word)]
 
     def bytes_of(self, text: str) -> bytes:
-        """Return the bytes of a normal token."""
+        """Return the bytes of a normal token (no control or byte token); `text`: its vocabulary entry."""
         return text.replace(SPACE, " ").encode()
 
     def _words(self, text: str) -> Iterator[str]:

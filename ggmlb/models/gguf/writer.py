@@ -57,7 +57,7 @@ _INTEGERS: Final = (
 def save_gguf(
     path: str | os.PathLike[str], metadata: Mapping[str, Writable], tensors: Mapping[str, TensorData]
 ) -> None:
-    """Write a GGUF file, of version 3.
+    """Write a GGUF file (version 3) from `metadata` values by key and `tensors` by name.
 
     It is written to a temporary file in the same folder, which then takes the name: on an error, an earlier
     file of that name stays. Tensors are written in pieces, so that memory-mapped ones need little memory.

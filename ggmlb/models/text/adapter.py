@@ -43,7 +43,7 @@ class Factors(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Allocated factors and their memory.
+    """LoRA factors in device memory, with their sizes and a function that frees them.
 
     Attributes:
         factors: Factors by the names of the weights.
@@ -113,7 +113,7 @@ class Adapter(Closeable):
         self._scale = float(value)
 
     def multiplier(self, rank: int) -> float:
-        """Return the factor of `b @ a`, `scale * alpha / rank`.
+        """Return `scale * alpha / rank`, the factor by which `b @ a` is multiplied.
 
         Raises:
             ArgumentError: The rank is not positive.
@@ -123,7 +123,7 @@ class Adapter(Closeable):
         return self._scale * (self.alpha / rank if self.alpha else 1.0)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Save it as a GGUF file, which `load_adapter` and llama.cpp read; `scale` is not saved.
+        """Save the adapter as a GGUF file, which `load_adapter` and llama.cpp read; `scale` is not saved.
 
         Raises:
             ModelError: The file cannot be written.
@@ -142,7 +142,7 @@ class Adapter(Closeable):
         save_gguf(path, metadata, tensors)
 
     def close(self) -> None:
-        """Switch it off and free its memory; has no effect if already closed."""
+        """Switch the adapter off and free its memory; has no effect if already closed."""
         self._remove(self)
         self._free()
 
@@ -152,7 +152,7 @@ class Adapter(Closeable):
 
 @dataclass(frozen=True)
 class NewFactors:
-    """New factors for training, f32: `a` is random, as in PEFT, and `b` is 0.
+    """New LoRA factors to train, f32; `a` is random, as in PEFT, and `b` is 0.
 
     Attributes:
         targets: Regular expression: weights whose names it matches anywhere have factors.
@@ -170,11 +170,11 @@ class NewFactors:
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """The adapter's name in error messages."""
         return f"new, rank {self.rank}"
 
     def place(self, architecture: str, weights: Homes) -> Placed:
-        """Allocate new factors, each on its weight's device.
+        """Allocate new factors, each on the device of its weight; any `architecture` is accepted.
 
         Raises:
             ArgumentError: No weight matches, or the rank is too large.
@@ -238,7 +238,7 @@ def _place_trainable(
 
 
 def factor_shapes(name: str, weight: Source, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of a weight's factors, NumPy order."""
+    """Return the shapes of the LoRA factors `a` and `b` of a weight, in NumPy order."""
     *experts, n_out, n_in = weight.shape
     if name == EMBEDDINGS:
         return (n_out, rank), (n_in, rank)
@@ -267,11 +267,11 @@ class AdapterFile:
 
     @property
     def name(self) -> str:
-        """Name for messages."""
+        """The adapter's name in error messages."""
         return self.path.name
 
     def place(self, architecture: str, weights: Homes) -> Placed:
-        """Load the file's factors, each onto its weight's device.
+        """Load the file's factors, each onto its weight's device; raise if `architecture` is not the file's.
 
         Raises:
             ModelError: The factors do not fit the model.

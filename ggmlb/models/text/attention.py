@@ -52,7 +52,7 @@ class AttentionGraph:
     def set_inputs(
         self, queries: Mapping[int, npt.NDArray[Any]], masks: Sequence[npt.NDArray[np.float16]]
     ) -> None:
-        """Write rotated queries by layer, and the masks as for a `TextGraph`."""
+        """Write the rotated queries of each layer, and the attention masks (full, then sliding window)."""
         for layer, query in self._queries.items():
             query.set(queries[layer])
         for is_local, tensor in self._masks.items():

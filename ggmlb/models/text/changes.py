@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Changes:
-    """Steering vectors and adapters of a model.
+    """The steering vectors and adapters of a model that its graphs apply.
 
     Vectors and scales are inputs of graphs, so that a graph serves all their values.
 
@@ -47,14 +47,14 @@ class Changes:
 
     @property
     def key(self) -> Hashable:
-        """Part of a graph's cache key: steered layers, active adapters, layer to resume after."""
+        """Steered layers, active adapters and the layer to resume after, as a part of graphs' cache keys."""
         if not (self.steered or self.adapters or self.resumed):
             return None  # fast path of each step
         return tuple(sorted(self.steered)), self.active, self.resumed and self.resumed[0]
 
     @contextmanager
     def resuming(self, layer: int, states: npt.NDArray[np.float32]) -> Iterator[None]:
-        """Context manager: graphs start after a layer, with hidden states `(n_tokens, n_embd)`."""
+        """Context manager: compute only the layers after `layer`, from its `states` `(n_tokens, n_embd)`."""
         with self.lock:
             self.resumed = layer, states
             try:
@@ -78,7 +78,7 @@ class Changes:
 
     @contextmanager
     def steering(self, vectors: Mapping[int, npt.ArrayLike], scale: float) -> Iterator[None]:
-        """Add vectors to the hidden states after layers; see `TextModel.steering`."""
+        """Context manager: add `scale` times the vector of each layer to the hidden states after it."""
         if not math.isfinite(scale):
             raise ArgumentError(f"steering: the scale is {scale}; give a finite number")
         added = {layer: np.float32(scale) * self._vector(layer, vector) for layer, vector in vectors.items()}

@@ -38,7 +38,7 @@ class Comparison:
     same_top: float
 
     def divergence(self, share: float = 0.5) -> float:
-        """Return a quantile of the divergences [nat]; 0.5: the median."""
+        """Return the quantile `share` (0 to 1) of the tokens' KL divergences [nat]; 0.5 is the median."""
         return float(np.quantile(self.divergences, share))
 
 
@@ -51,7 +51,7 @@ def compare(
     first: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Comparison:
-    """Compare two models over a text; see `TextModel.compare`."""
+    """Compare two models over a text; `first` (BOS), if not `None`, replaces each chunk's first token."""
     layers = [f"blk.{i}.out" for i in range(config.n_layer)]
     sums = np.zeros(config.n_layer)
     divergences: list[npt.NDArray[np.float64]] = []
@@ -84,7 +84,7 @@ def _log_probs(logits: Array) -> npt.NDArray[np.float64]:
 
 
 class NodeDifference(NamedTuple):
-    """The difference between the values of a node in two models.
+    """Errors of a node's values in one model against those in the reference model.
 
     Attributes:
         name: Name of the node, as in a trace.
@@ -105,7 +105,7 @@ class NodeDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """The first token of two greedy generations that differs.
+    """The first token at which the greedy generations of two models differ.
 
     Attributes:
         place: Number of equal tokens before it.
@@ -139,14 +139,14 @@ class Differences:
 
     @property
     def first(self) -> NodeDifference | None:
-        """The first node above the limit; `None` if there is none."""
+        """The first node with an NMSE above the limit; `None` if there is none."""
         return first_above(self.nodes, self.limit)
 
 
 def node_differences(
     reference: Engine, other: Engine, tokens: Sequence[int], limit: float
 ) -> list[NodeDifference]:
-    """Compare nodes in order, up to and including the group of layers that exceeds the limit."""
+    """Compare nodes of two models in order; stop after the layers with the first NMSE above `limit`."""
     found: list[NodeDifference] = []
     for names in groups(reference.decoder.names()):
         values = [_sorted(traced(engine, tokens, names)) for engine in (reference, other)]
@@ -186,7 +186,7 @@ def token_difference(
     text_of: Callable[[int], str],
     n_layer: int,
 ) -> TokenDifference:
-    """Find the layer that causes the different tokens `chosen` after the common `tokens`."""
+    """Find the layer that makes two models choose different tokens (`chosen`) after the same `tokens`."""
     names = [f"blk.{i}.out" for i in range(n_layer)]
     states = traced(reference, tokens, names)
 
@@ -209,7 +209,7 @@ def token_difference(
 
 
 def check_alike(a: TextConfig, b: TextConfig) -> None:
-    """Raise unless two models have the same layers and vocabulary.
+    """Raise an ArgumentError unless two models have equal numbers of layers and tokens, and equal widths.
 
     Raises:
         ArgumentError: The layers or vocabularies differ.

@@ -91,7 +91,7 @@ MAX_NAMED: Final = 8
 
 
 class Keys:
-    """Reads the keys `<architecture>.*` of a file, named without that prefix, and records them.
+    """Reads metadata keys `<architecture>.*`, named without that prefix, and remembers those read.
 
     Args:
         file: The model.
@@ -109,23 +109,23 @@ class Keys:
         return f"{self._arch}.{key}"
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH) -> int:
-        """Return an integer from `least` to `most`."""
+        """Return an integer, or `default` without the key; raise a ModelError outside `least` to `most`."""
         return self._meta.integer(self._name(key), default, least, most)
 
     def real(self, key: str, default: float | None = None, least: float = 0, most: float = 1e30) -> float:
-        """Return a finite number."""
+        """Return a finite number, or `default` without the key; raise a ModelError outside the limits."""
         return self._meta.real(self._name(key), default, least, most)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
+        """Return a boolean, or `default` if there is no such key."""
         return self._meta.flag(self._name(key), default)
 
     def text(self, key: str, default: str) -> str:
-        """Return a string."""
+        """Return a string, or `default` if there is no such key."""
         return self._meta.text(self._name(key), default)
 
     def by_layer(self, key: str, n_layer: int) -> tuple[bool, ...] | None:
-        """Return a boolean per layer, false beyond the array's end; `None` if it is no array."""
+        """Return a boolean for each layer from an array, false past its end; `None` if it is no array."""
         name = self._name(key)
         if name not in self._meta or self._meta.slot(name).length is None:
             return None
@@ -135,11 +135,11 @@ class Keys:
         return (*(found[:n_layer] != 0).tolist(), *(False,) * (n_layer - found.size))
 
     def error(self, key: str, found: str) -> ModelError:
-        """Return a ModelError about a value; `found`: the fault."""
+        """Return (not raise) a ModelError that names the file and the key, and states the fault `found`."""
         return self._meta.error(self._name(key), found)
 
     def check_unread(self, neutral: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise if an unread key changes results; warn of the other unread keys.
+        """Raise a ModelError if an unread key differs from its `neutral` values; warn of other unread keys.
 
         Args:
             neutral: Unsupported keys, and their values that have no effect.
@@ -194,7 +194,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The sizes of a recurrent layer (Mamba).
+    """Sizes of a recurrent layer (Mamba): convolution, channels, state, time steps.
 
     Attributes:
         n_conv: Width of the convolution [tokens].
@@ -213,7 +213,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class TextConfig:
-    """The sizes of a language model.
+    """Hyperparameters of a language model: layers, heads, widths, RoPE, experts.
 
     Attributes:
         name: The architecture's name.
@@ -265,7 +265,7 @@ class TextConfig:
 
     @classmethod
     def from_file(cls, file: GgufFile) -> TextConfig:
-        """Read the sizes of a GGUF model.
+        """Read the hyperparameters from a GGUF file's metadata.
 
         Raises:
             ModelError: The architecture is unknown, or metadata is missing, wrong or contradictory.

@@ -13,7 +13,7 @@ from ggmlb.models.text.config import TextConfig
 
 
 class Cost(NamedTuple):
-    """The cost of one token on a device, or on devices that share layers (tensor parallelism).
+    """Bytes read and copied, nodes and time of one token on a device (a meta device counts as one).
 
     Attributes:
         read: Bytes of weights read.
@@ -37,7 +37,7 @@ class Cost(NamedTuple):
 
 
 class TokenCosts:
-    """Computes the cost of one token's graph from a scheduler's splits.
+    """Computes the cost (bytes, nodes, time) of one token on each stream from a scheduler's splits.
 
     Devices that share a product compute it at the same time: the slowest counts. Streams wait for each
     other, as they do for one token.
@@ -53,7 +53,7 @@ class TokenCosts:
         self._rates = rates
 
     def of(self, scheduler: Scheduler) -> list[Cost]:
-        """Return the cost of the scheduler's last graph on each stream."""
+        """Return the cost of the scheduler's last graph, which computes one token, on each stream."""
         found = [Cost()] * scheduler.n_backends
         for split in scheduler.splits:
             streams = split.backend.streams

@@ -50,7 +50,7 @@ Traced = Mapping[str, list[Array]]
 
 
 class Token(NamedTuple):
-    """A token of a batch.
+    """A token of a batch, with its sequence and position.
 
     Attributes:
         id: Its number in the vocabulary.
@@ -109,11 +109,11 @@ class BaseDecoder(ABC, Generic[Cache]):
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The memory of the graphs."""
+        """The compute buffers of the graphs."""
         return self._runs.scheduler.buffers
 
     def reserve(self) -> None:
-        """Allocate the memory of the largest batches, so that no batch allocates any.
+        """Allocate compute memory for the largest batches, so that no later batch allocates any.
 
         Raises:
             AllocationError: A device lacks room.
@@ -121,7 +121,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         self._runs.reserve(self._largest())
 
     def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
-        """Compute a batch, and add its tokens to the cache.
+        """Compute a batch, cache it, return logits; with `is_view`, the next batch may overwrite them.
 
         Args:
             batch: At most `N_BATCH` tokens, at most `N_OUT` of them with logits; those of a sequence in
@@ -137,11 +137,11 @@ class BaseDecoder(ABC, Generic[Cache]):
         return self._compute(batch, "logits", {})
 
     def hidden(self, batch: Sequence[Token]) -> Floats:
-        """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
+        """Compute a batch, cache it, and return normalised hidden states, shape `(n, n_embd)`."""
         return self._compute(batch, "hidden", {})
 
     def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
-        """Compute a batch of one sequence, with logits for all tokens; return named nodes.
+        """Compute a batch of one sequence; return the values of the nodes `names` for all its tokens.
 
         Returns:
             Values of nodes, tokens outermost; of attention weights the shape is `(n_head, n_tokens, n_seen)`.
@@ -155,7 +155,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         return list(self._token_graph().named)
 
     def costs(self, rates: Mapping[Device, Rates]) -> list[Cost]:
-        """Return the cost of one token on each stream; its graph is split, and not computed.
+        """Return the cost of one token on each stream, with times if `rates` are given; computes nothing.
 
         Args:
             rates: Of the devices; empty for no times.
@@ -202,7 +202,7 @@ class BaseDecoder(ABC, Generic[Cache]):
             traced[name].append(values[node.tensor].reshape(-1, *node.row)[:n])
 
     def lens(self, states: Floats) -> Floats:
-        """Return the logits of hidden states, as if after the last layer.
+        """Return logits of hidden states, by the model's output norm and output matrix (logit lens).
 
         Args:
             states: Shape `(n, n_embd)`.
@@ -261,7 +261,7 @@ class Decoder(BaseDecoder[KvCache]):
                 yield self._new_graph(n, n_out, self._memory.n_cells)
 
     def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
-        """Compute a batch; see `BaseDecoder.decode`."""
+        """Compute a batch and return its logits; a single token with `is_view` takes a faster path."""
         if is_view and len(batch) == 1 and batch[0].wants_logits:
             return self._next(batch[0])
         return super().decode(batch)
@@ -365,7 +365,7 @@ class Decoder(BaseDecoder[KvCache]):
         return found
 
     def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
-        """As `BaseDecoder.trace`; attention weights are computed from the KV cache."""
+        """Compute a batch; return node values by name; attention weights are computed from the KV cache."""
         layers = [int(name.split(".")[1]) for name in names if name.endswith(ATTENTION)]
         queries = {layer: f"blk.{layer}.attn_q_rope" for layer in layers}
         nodes = {name for name in names if not name.endswith(ATTENTION)}
@@ -421,7 +421,7 @@ def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArra
 
 
 def largest_batches(backends: Sequence[Backend], n_most: int) -> tuple[int, ...]:
-    """Return the sizes of the batches that need most memory.
+    """Return the batch sizes, at most `n_most`, that need the most memory on these streams.
 
     A device with separate memory may take the products of large batches with weights in host memory
     (`Device.offload_op`), and leave those of small batches to the host.

@@ -26,7 +26,7 @@ HALF_LIFE: Final = 256
 
 
 class Slots:
-    """The cached experts of one layer, each in a slot of the device's tensors.
+    """Slots in one layer's device tensors; each holds one cached expert.
 
     Attributes:
         cached: In the device's memory, in the order of `KINDS`: `[n, m, n_slots]`.
@@ -44,7 +44,7 @@ class Slots:
         self._whole = whole
 
     def load(self, experts: npt.NDArray[np.int32]) -> int:
-        """Load distinct experts into slots; return the number of copies."""
+        """Copy those of these distinct experts that no slot holds into slots; return the number copied."""
         self.uses *= 0.5 ** (1 / HALF_LIFE)
         self.uses[experts] += 1
         missing = experts[self.slot[experts] < 0]
@@ -126,7 +126,7 @@ class ExpertCache:
         return layer in self._layers and min(n_tokens * self._experts.n_used, self._experts.n) <= self.n_slots
 
     def choose(self, ctx: Context, layer: int, chosen: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the slot of each chosen expert (i32) and the cached matrices, in the order of `KINDS`."""
+        """Return the chosen experts' slot numbers (i32), and the cached gate, up and down matrices."""
         slots = self._layers[layer]
         return ctx.custom_4d(DType.I32, *chosen.ne, [chosen], self._load, 1, slots), slots.cached
 
@@ -148,6 +148,6 @@ class ExpertCache:
         )
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the cache's memory."""
         for buffer in self.buffers:
             buffer.free()

@@ -74,7 +74,7 @@ class Generation:
 
 
 class Request:
-    """A running sequence.
+    """A sequence in generation: its tokens, its options, and its result so far.
 
     Args:
         sequence: Its number in the cache.
@@ -121,7 +121,7 @@ class Request:
         return bool(self.result.stopped_by)
 
     def next_tokens(self, n_most: int) -> list[Token]:
-        """Return the next tokens to compute; only the sequence's last one wants logits."""
+        """Return at most `n_most` tokens to compute next; only the sequence's newest token needs logits."""
         if not self._times[0]:
             self._times[0] = perf_counter()
         end = min(len(self.tokens), self.n_done + n_most)
@@ -133,7 +133,7 @@ class Request:
         return found
 
     def accept(self, logits: Floats) -> None:
-        """Sample the next token; end the generation after the last one."""
+        """Sample the next token; end at an end token, a stop text or `max_tokens`."""
         options, result = self.options, self.result
         if not result.tokens:
             self._times[1] = perf_counter()
@@ -156,7 +156,7 @@ class Request:
             self._end("length")
 
     def take(self) -> str:
-        """Return the text since the last call; what may begin a stop text is held back."""
+        """Return the text since the last call, without an end that may be the beginning of a stop text."""
         self._read()
         end = len(self.result.text)
         piece = self.result.text[self._n_taken : end]
@@ -232,7 +232,7 @@ class Engine:
             return self._n_sequences
 
     def check_fits(self, tokens: Sequence[int]) -> None:
-        """Raise if the context is too small for a prompt.
+        """Raise an ArgumentError if a prompt has more tokens than the context.
 
         Raises:
             ArgumentError: The prompt has more tokens than the context.
@@ -251,7 +251,7 @@ class Engine:
         sequence: int | None = None,
         n_cached: int = 0,
     ) -> Request:
-        """Create a request to generate after a prompt.
+        """Return a request to generate after a prompt; its first `n_cached` tokens are in the cache already.
 
         Args:
             tokens: The prompt.
@@ -272,7 +272,7 @@ class Engine:
         return Request(number, tokens, n_cached, options, ends, vocabulary.stream(), is_session)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Compute requests; a request starts when the cache has room for all tokens that it may need.
+        """Generate for requests in batches; a request starts when the cache has room for all its tokens.
 
         Args:
             requests: The requests; the cells of a finished one are freed, unless it is a session's.
@@ -336,7 +336,7 @@ class Engine:
                 self.memory.remove(request.sequence)
 
     def parts(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Part]) -> Iterator[Part]:
-        """Compute a prompt, `N_OUT` tokens at a time; yield the result of `compute` for each part.
+        """Pass a prompt to `compute` in batches of `N_OUT` (64) tokens; yield the result of each batch.
 
         Raises:
             ArgumentError: The prompt does not fit.
@@ -354,7 +354,7 @@ class Engine:
                 self.memory.remove(sequence)
 
     def each(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Floats]) -> Floats:
-        """Compute a prompt; return the outputs of `compute` (the decoder's `decode` or `hidden`).
+        """Pass a prompt to `compute` (`decode` or `hidden`) in batches; return the outputs of all tokens.
 
         Raises:
             ArgumentError: The prompt does not fit.

@@ -233,7 +233,7 @@ class TextGraph(LayersGraph):
         masks: Sequence[npt.NDArray[np.float16]],
         chosen: npt.NDArray[np.int32],
     ) -> None:
-        """Write the inputs; `masks`: full attention, then sliding window if the model has one."""
+        """Write token ids, positions, KV cells, `masks` (full, then sliding window) and `chosen` tokens."""
         if self.layers.start == 0:
             self.write(self.ids, ids)
         self.write(self.positions, positions)
@@ -244,7 +244,7 @@ class TextGraph(LayersGraph):
             self.write(self.chosen, chosen)
 
     def set_token(self, number: int, position: int, cell: int, masks: Sequence[memoryview]) -> None:
-        """Write the inputs of a graph for one token."""
+        """Write the inputs of a one-token graph: token number, position, KV cell and attention masks."""
         if self.layers.start == 0:
             self.write_one(self.ids, number)
         self.write_one(self.positions, position)
@@ -270,6 +270,6 @@ class TextGraph(LayersGraph):
 
 
 def heads_of(ctx: Context, cached: Tensor, n: int, n_kv: int, n_heads: int) -> Tensor:
-    """View the first cells of cached keys or values as `[n, n_kv, n_heads]`."""
+    """View the first `n_kv` cells of cached keys or values as `[n, n_kv, n_heads]`; `n`: head size."""
     row = cached.nb[1]
     return ctx.permute(ctx.view_3d(cached, n, n_heads, n_kv, row // n_heads, row), 0, 2, 1, 3)

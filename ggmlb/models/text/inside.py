@@ -23,7 +23,7 @@ N_LAYERS = 4
 
 
 def matching(patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
-    """Return the names that match any pattern, in the order of `known`.
+    """Return the names in `known` that match any pattern (with `*`, `?`, `[...]`), in the order of `known`.
 
     Raises:
         ArgumentError: A pattern matches no name.
@@ -43,7 +43,7 @@ def matching(patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
 
 
 def traced_parts(engine: Engine, tokens: Sequence[int], names: Sequence[str]) -> Iterator[dict[str, Array]]:
-    """Compute a prompt in parts; yield the values of nodes for each."""
+    """Compute a prompt in batches; yield the values of the nodes `names` for each batch."""
 
     def trace(batch: Sequence[Token]) -> dict[str, Array]:
         found = engine.decoder.trace(batch, names)
@@ -69,7 +69,7 @@ def _is_finite(values: Array) -> bool:
 
 
 def groups(names: Sequence[str]) -> Iterator[list[str]]:
-    """Group names by a few layers each; leave out attention weights, which are not nodes."""
+    """Yield node names in groups of a few layers (`N_LAYERS`), without attention weights."""
     group: list[str] = []
     layers: set[str] = set()
     for name in names:
@@ -84,7 +84,7 @@ def groups(names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def traced(engine: Engine, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Array]:
-    """Compute a prompt; return the values of nodes; see `TextModel.trace`."""
+    """Compute a prompt; return the values of the nodes `names` for all its tokens."""
     parts = list(traced_parts(engine, tokens, names))
     return {
         name: _joined([part[name] for part in parts], len(tokens))
@@ -153,7 +153,7 @@ class LogitLens:
 def lens(
     engine: Engine, tokens: Sequence[int], layers: Sequence[int], text_of: Callable[[int], str]
 ) -> LogitLens:
-    """Return the logits of the hidden states of a prompt; see `TextModel.logit_lens`."""
+    """Return logits of a prompt's hidden states after each of `layers`; `text_of` gives a token's text."""
     states = traced(engine, tokens, [f"blk.{layer}.out" for layer in layers])
     with engine.lock:
         logits = engine.decoder.lens(np.concatenate(list(states.values())))

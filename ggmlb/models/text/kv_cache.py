@@ -66,7 +66,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether these sequences fit beside the others.
+        """Whether sequences fit beside the cached ones; `needs`: maximum tokens by sequence number.
 
         Args:
             needs: Maximum number of tokens, by number of the sequence.
@@ -74,14 +74,14 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def remove(self, sequence: int, start: int = 0) -> int:
-        """Remove a sequence's tokens from a position on; return the number that remains."""
+        """Remove a sequence's tokens from position `start` on; return the number of tokens that remain."""
 
     @abstractmethod
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Return a sequence's positions and its part of each cached tensor, by name."""
+        """Return a sequence's state: its positions, and its part of each cached tensor by tensor name."""
 
     def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Raise an error if `load` cannot use a state.
+        """Raise a ModelError if a saved state does not fit this model or this type of cache.
 
         Raises:
             ModelError: It is of another model, or of another type of KV cache.
@@ -101,14 +101,14 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give a sequence the state that `save` returned.
+        """Restore in a sequence the positions and cached values that `save` returned.
 
         Raises:
             AllocationError: Too little is free.
         """
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free the cache's memory."""
         for buffer in self.buffers:
             buffer.free()
 
@@ -158,7 +158,7 @@ class KvCache(SequenceCache):
     # -- cells ---------------------------------------------------------------------------------
 
     def find_cells(self, n: int) -> npt.NDArray[np.int64]:
-        """Return the first `n` free cells.
+        """Return the indices of `n` free cells, without occupying them.
 
         Raises:
             AllocationError: Fewer cells are free.
@@ -177,7 +177,7 @@ class KvCache(SequenceCache):
     def occupy(
         self, cells: npt.NDArray[np.int64], sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
     ) -> None:
-        """Give tokens the cells that `find_cells` returned."""
+        """Assign `cells` (from `find_cells`) to tokens, given by their sequences and positions."""
         if cells.size == 1:
             self._hold(int(cells[0]), int(sequences[0]), int(positions[0]))
         elif cells.size:
@@ -191,7 +191,7 @@ class KvCache(SequenceCache):
     # SmolLM2-135M on one Zen 4 core.
 
     def take(self, sequence: int, position: int) -> int:
-        """Give a token the first free cell; return the cell.
+        """Occupy a free cell with a token; return the cell's index.
 
         Raises:
             AllocationError: No cell is free.
@@ -212,7 +212,7 @@ class KvCache(SequenceCache):
                 del self._rows[key]
 
     def row(self, sequence: int, position: int, window: int) -> memoryview:
-        """Return the attention mask of a sequence's last token over all cells, as bytes."""
+        """Return the attention mask of a sequence's last token over all cells, as bytes; see `mask`."""
         row = self._rows.get((sequence, window))
         if row is None or row.position != position:
             token = np.array([sequence], np.int32), np.array([position], np.int32)
@@ -223,7 +223,7 @@ class KvCache(SequenceCache):
         return row.raw
 
     def release(self, cells: npt.NDArray[Any]) -> None:
-        """Free cells, given by numbers or a mask."""
+        """Free cells, given by their indices or as a boolean mask."""
         if self.has_nan:
             freed = np.arange(self.n_cells)[cells]
             for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1) if freed.size else ():
@@ -236,12 +236,12 @@ class KvCache(SequenceCache):
         self._rows.clear()
 
     def remove(self, sequence: int, start: int = 0) -> int:
-        """Free a sequence's cells from a position on; return the number of tokens that remains."""
+        """Free a sequence's cells from position `start` on; return the number of tokens that remain."""
         self.release((self.sequence == sequence) & (self.position >= start))
         return int(np.count_nonzero(self.sequence == sequence))
 
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether these sequences fit beside the others."""
+        """Whether sequences fit beside the cached ones; `needs`: maximum tokens by sequence number."""
         held = (self.sequence != FREE) & ~np.isin(self.sequence, list(needs))
         return sum(needs.values()) + int(np.count_nonzero(held)) <= self.n_cells
 
@@ -252,7 +252,7 @@ class KvCache(SequenceCache):
         n_kv: int,
         window: int = 0,
     ) -> npt.NDArray[np.float16]:
-        """Return the attention mask: 0 where a token sees a cell, -inf elsewhere.
+        """Return the mask of tokens over the first `n_kv` cells: 0 where a token sees a cell, else -inf.
 
         Args:
             sequences: The sequence of each token; `FREE` for a padding token, which sees every cell.
@@ -286,7 +286,7 @@ class KvCache(SequenceCache):
         return n, tensor.nb[1]
 
     def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give a sequence the state that `save` returned."""
+        """Restore in a sequence the positions, keys and values that `save` returned."""
         positions = state["positions"]
         cells = self.find_cells(positions.size)
         for tensor in self._all:

@@ -17,7 +17,7 @@ IGNORED = frozenset({"attn_rot_embd", "attn_rot_embd.weight"})
 
 
 class ModelLayout:
-    """A model's sizes and the sources of its weights, from the file's header alone.
+    """A model's sizes, and the tensors of the file for each weight, from the file's header alone.
 
     Args:
         file: The model.

@@ -141,12 +141,12 @@ class LoadedModel:
                 self.adapter_events.append((adapter.source, False))
 
     def free(self) -> None:
-        """Free the memory."""
+        """Free weights, KV cache and compute memory."""
         self._resources.close()
 
 
 def sources_on(device: str, layout: ModelLayout, placement: ResolvedPlacement) -> dict[str, Source]:
-    """Return the weights on a device."""
+    """Return the sources (tensors of the file) of the weights that `placement` puts on a device."""
     parts: dict[int | str, Mapping[str, Source]] = dict(enumerate(layout.layers))
     parts |= {EMBEDDINGS: layout.embeddings | layout.factors, OUTPUT: layout.output}
     return {

@@ -64,7 +64,7 @@ class MambaGraph(StepGraph):
     def set_inputs(
         self, ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], chosen: npt.NDArray[np.int32]
     ) -> None:
-        """Write the inputs."""
+        """Write token ids, each sequence's state slot, and the indices `chosen` of tokens with outputs."""
         if self.layers.start == 0:
             self.write(self.ids, ids)
         self.write(self.slots, slots)

@@ -227,7 +227,7 @@ class TextModel(ModelOnDevices):
     # -- tokens and logits ---------------------------------------------------------------------
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """Tokenize a text, with the model's special tokens around it, or a chat.
+        """Return the tokens of a prompt: a text (special tokens are added), a chat, or a list of tokens.
 
         Raises:
             ArgumentError: The prompt is empty, or has a token that the vocabulary lacks.
@@ -263,7 +263,7 @@ class TextModel(ModelOnDevices):
         return self._engine.each(self.tokens_of(prompt), self._engine.decoder.decode)
 
     def embed(self, prompt: Prompt) -> Floats:
-        """Return a prompt's embedding, of length 1, shape `(n_embd,)`.
+        """Return a prompt's embedding, of norm 1, shape `(n_embd,)`.
 
         It is the mean of the normalised hidden states, or the state of the first (`cls`) or last token, as
         `pooling_type` of the file asks; the mean by default.
@@ -297,7 +297,7 @@ class TextModel(ModelOnDevices):
         return self._engine.decoder.names()
 
     def trace(self, prompt: Prompt, names: str | Sequence[str] = "blk.*.out") -> dict[str, Array]:
-        """Compute a prompt, and return values inside the model.
+        """Compute a prompt, and return the values of nodes inside the model by name.
 
         Graphs and devices are those of `logits`; each value is read right after its node. The names are in
         `docs/text-models.md`.
@@ -385,7 +385,7 @@ class TextModel(ModelOnDevices):
         alpha: float | None = None,
         seed: int = 0,
     ) -> Adapter:
-        """Return a new LoRA adapter, to be trained by `finetune`; untrained, it has no effect.
+        """Return a new LoRA adapter, for weights that match `targets`; without training, it has no effect.
 
         Args:
             targets: Regular expression: weights whose names it matches anywhere have factors.
@@ -504,7 +504,7 @@ class TextModel(ModelOnDevices):
         max_tokens: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Comparison:
-        """Return the errors of another version of this model (as a quantisation) over a text.
+        """Return the errors of another version of this model (such as a quantised one) over a text.
 
         Args:
             other: A model with the same layers and vocabulary.
@@ -527,7 +527,7 @@ class TextModel(ModelOnDevices):
     def differences(
         self, other: TextModel, prompt: Prompt, max_tokens: int = 0, limit: float = LIMIT
     ) -> Differences:
-        """Find the first node and token that differ in another model, or on another device.
+        """Find the first node and the first token at which another model or device differs from this one.
 
         Args:
             other: A model with the same layers and vocabulary.

@@ -36,7 +36,7 @@ def perplexity(
     max_chunks: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Return the perplexity of a text; `first` replaces each chunk's first token."""
+    """Return the perplexity of `tokens`; `first` (BOS), if not `None`, replaces each chunk's first token."""
     if n_ctx < 3 or (max_chunks is not None and max_chunks < 1):
         raise ArgumentError(
             f"perplexity: n_ctx is {n_ctx}, max_chunks {max_chunks}; give 3 or more tokens per chunk, and 1 "

@@ -52,7 +52,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class ResolvedPlacement:
-    """The device of each part of a model.
+    """The device of each part of a model: layers, experts, embeddings, output, single tensors.
 
     Attributes:
         homes: The device of each layer, of the `"embeddings"`, and of the `"output"`.
@@ -66,13 +66,13 @@ class ResolvedPlacement:
 
     @property
     def buffer_types(self) -> dict[str, BufferType | None]:
-        """Overridden buffer types by regular expression; `None` where the override is a device."""
+        """Buffer types requested for tensors, by regular expression; `None` where a device was requested."""
         return {
             pattern: None if isinstance(where, str) else where for pattern, where in self.overrides.items()
         }
 
     def device_of(self, name: str, layer: int | str) -> str:
-        """Return the device of a tensor of a layer, of the embeddings or of the output."""
+        """Return the device of the tensor `name`; `layer`: its layer, `"embeddings"` or `"output"`."""
         found = override_for(name, self.overrides)
         if isinstance(found, str):
             return found
@@ -81,16 +81,16 @@ class ResolvedPlacement:
         return self.homes[layer]
 
     def experts_device(self, layer: int) -> str | None:
-        """Return the device of a layer's experts; `None`: that of the layer."""
+        """Return the device of a layer's experts; `None` if it is the layer's own."""
         found = override_for(f"blk.{layer}.ffn_up_exps.weight", self.overrides)
         return found if isinstance(found, str) else self.experts.get(layer)
 
     def kv_override(self, layer: int) -> str | None:
-        """Return the device of a layer's KV cache, or recurrent states; `None`: that of the layer."""
+        """Return the device of a layer's KV cache or recurrent states; `None` if it is the layer's own."""
         found = [override_for(f"{name}.{layer}", self.overrides) for name in KV_NAMES]
         return next((device for device in found if isinstance(device, str)), None)
 
 
 def is_expert(name: str) -> bool:
-    """Whether a weight holds a matrix for each expert of a layer."""
+    """Whether a weight holds the matrices of all experts of a layer, judged by its name."""
     return name.endswith("_exps.weight")

@@ -72,7 +72,7 @@ class ContextParams:
 
 
 class Fit(NamedTuple):
-    """A placement, and the memory that it takes."""
+    """A placement, and the memory that it takes on each device."""
 
     placement: ResolvedPlacement
     table: MemoryTable
@@ -170,7 +170,7 @@ class Planner:
 
     @property
     def is_open(self) -> bool:
-        """Whether the planner chooses the devices of layers: none requested, several possible."""
+        """Whether the planner chooses layers' devices: none requested, and several memories or limits."""
         is_requested = self.requested.layers is not None and not isinstance(self.requested.layers, str)
         return not is_requested and bool(self.requested.limits or set(self.free) - {HOST})
 
@@ -179,7 +179,7 @@ class Planner:
     def forecast(
         self, placement: ResolvedPlacement, adapters: Iterable[tuple[FactorSource, bool]] | None = None
     ) -> MemoryTable:
-        """Return the bytes that a placement takes.
+        """Predict the bytes that a placement takes on each device, with `adapters` loaded and closed in turn.
 
         Args:
             placement: The device of each part.
@@ -199,7 +199,7 @@ class Planner:
     def costs(
         self, placement: ResolvedPlacement, rates: Mapping[Device, Rates] = MappingProxyType({})
     ) -> dict[str, Cost]:
-        """Return the cost of one token on each device, with times if the rates of all are given."""
+        """Return the cost of one token (bytes, nodes) on each device; with `rates` of all, also times."""
         with self._planned(placement) as model:
             return dict(zip(self.backends, model.decoder.costs(rates), strict=True))
 
@@ -215,14 +215,14 @@ class Planner:
                 model.free()
 
     def with_params(self, **changes: object) -> Planner:
-        """Return a planner for another context size or type of KV cache."""
+        """Return a planner with other `ContextParams`, such as another `n_ctx` or `kv_type`."""
         params = replace(self.params, **changes)  # type: ignore[arg-type]
         return Planner(self.layout, self.backends, params, self.requested)
 
     def over(
         self, resources: ExitStack, names: Sequence[str], requested: Placement, order: Sequence[str] = ()
     ) -> Planner:
-        """Return a planner of the same model for other devices; `resources` closes them.
+        """Return a planner of this model for the devices `names`; `resources`, an exit stack, closes them.
 
         Raises:
             ArgumentError: Different devices share layers with experts; or as `Planner`.
@@ -231,7 +231,7 @@ class Planner:
         return _planner_over(resources, self.layout, names, self.params, requested, order)
 
     def lacks(self, table: MemoryTable, is_strict: bool = True) -> dict[str, int]:
-        """Return the bytes that a placement lacks on each device.
+        """Return the bytes lacking on each device; `is_strict` counts host memory even without a limit.
 
         Args:
             table: The memory of a placement.
@@ -256,7 +256,7 @@ class Planner:
         return 256 * low
 
     def most_gpu_layers(self) -> int | None:
-        """Return the largest number `layers` that fits, all else as requested; `None`: none fits."""
+        """Return the largest number of GPU layers (`Placement.layers`) that fits; `None` if none fits."""
         for n in range(self.config.n_layer, -1, -1):
             other = Planner(self.layout, self.backends, self.params, replace(self.requested, layers=n))
             if other.best_fits():
@@ -264,15 +264,15 @@ class Planner:
         return None
 
     def best_fits(self) -> bool:
-        """Whether the requested placement fits, or any if `is_open`."""
+        """Whether the placement of `best` fits into the memory of its devices."""
         return not self.lacks(self.best().table)
 
     def best(self) -> Fit:
-        """Return the requested placement, or if `is_open` the one that fits best."""
+        """Return the requested placement; if layers are left open (`is_open`), the one that fits best."""
         return self.fit() if self.is_open else Fit(self.asked, self.forecast(self.asked))
 
     def choose(self) -> ResolvedPlacement:
-        """Return the requested placement, or if `is_open` one that fits.
+        """Return the requested placement; if layers are left open (`is_open`), one that fits.
 
         Raises:
             AllocationError: A device lacks room.
@@ -463,7 +463,7 @@ def open_planner(
     n_ubatch: int | None = None,
     adapters: Sequence[Path] = (),
 ) -> Planner:
-    """Open a model's file and devices to plan its placement; `resources` closes the devices.
+    """Open a model's file and the requested devices to plan a placement; `resources` closes the devices.
 
     Raises:
         Error: As `TextModel`.

@@ -43,7 +43,7 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memory(planner: Planner, fit: Fit, n_threads: int) -> ProcessMemory:
-    """Return the estimated memory of a process of `n_threads` besides a placement's buffers."""
+    """Estimate a process's host memory besides the buffers of the placement `fit`, with `n_threads`."""
     config, costs = planner.config, planner.costs(fit.placement)
     graphs = scratch = 0
     for name, backend in planner.backends.items():

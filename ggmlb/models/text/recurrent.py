@@ -14,7 +14,7 @@ from ggmlb.models.text.state_cache import StateCache
 
 
 class RecurrentDecoder(BaseDecoder[StateCache]):
-    """Decoder of models with recurrent states.
+    """Decoder of models with recurrent states (Mamba) instead of a KV cache.
 
     A batch is computed in steps, each of the same number of tokens of some sequences: powers of two, so that
     few graphs serve all batches, though there can be no padding tokens. Where a step fails, the sequences of

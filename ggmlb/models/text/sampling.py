@@ -90,7 +90,7 @@ class OptionValues(TypedDict, total=False):
 
 
 def changed(options: Options | None, changes: OptionValues) -> Options:
-    """Return options with those named in `changes` replaced.
+    """Return a copy of options (the defaults if `None`), with those named in `changes` replaced.
 
     Raises:
         ArgumentError: There is no such option, or it is out of range.
@@ -103,7 +103,7 @@ def changed(options: Options | None, changes: OptionValues) -> Options:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence.
+    """Chooses the next tokens of one sequence from logits.
 
     Args:
         options: Options of sampling.

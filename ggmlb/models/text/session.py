@@ -82,7 +82,7 @@ class Session:
         on_token: Callable[[str], object] | None = None,
         **changes: Unpack[OptionValues],
     ) -> Generation:
-        """Generate text after a whole prompt, the cached part included; see `TextModel.generate`."""
+        """Generate text after `prompt`, the whole conversation; its cached beginning is not recomputed."""
         options = changed(options, changes)
         tokens = self._tokens_of(prompt)
         self._engine.check_fits(tokens)
@@ -167,7 +167,7 @@ class Session:
                 self.tokens = tokens.tolist()
 
     def close(self) -> None:
-        """Remove its tokens from the KV cache."""
+        """Remove the session's tokens from the KV cache."""
         with self._alone("close"):
             self._cut(0)
             self.tokens = []

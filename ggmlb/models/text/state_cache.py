@@ -55,11 +55,11 @@ class StateCache(SequenceCache):
     # -- slots ---------------------------------------------------------------------------------
 
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether these sequences fit beside the others."""
+        """Whether the state slots suffice for the present sequences and those in `needs` (by number)."""
         return len(needs.keys() | self._slots.keys()) <= self.spare
 
     def length(self, sequence: int) -> int:
-        """The number of a sequence's tokens that are in its states."""
+        """Return the number of a sequence's tokens that its states include."""
         return self._lengths.get(sequence, 0)
 
     def slot_of(self, sequence: int) -> int:
@@ -82,11 +82,11 @@ class StateCache(SequenceCache):
         return slot
 
     def advance(self, sequence: int, n: int) -> None:
-        """Count `n` more tokens of a sequence."""
+        """Count `n` more tokens of a sequence as included in its states."""
         self._lengths[sequence] = self.length(sequence) + n
 
     def remove(self, sequence: int, start: int = 0) -> int:
-        """Remove the whole sequence if it reaches past a position, as states cannot be rewound."""
+        """Remove a whole sequence if longer than `start` (states cannot rewind); return its new length."""
         n = self.length(sequence)
         if 0 < n <= start:
             return n
@@ -97,7 +97,7 @@ class StateCache(SequenceCache):
     # -- state ---------------------------------------------------------------------------------
 
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Return positions and states of a sequence."""
+        """Return a sequence's positions and recurrent states, the states by tensor name."""
         found: dict[str, npt.NDArray[Any]] = {"positions": np.arange(self.length(sequence), dtype=np.int32)}
         slot = self._slots.get(sequence, self.spare)
         for tensor in self._all:
@@ -108,7 +108,7 @@ class StateCache(SequenceCache):
         return (tensor.nb[1],)
 
     def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give a sequence the state that `save` returned."""
+        """Restore in a sequence the positions and recurrent states that `save` returned."""
         n = state["positions"].size
         if not n:
             return

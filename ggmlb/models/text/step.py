@@ -69,7 +69,7 @@ class StepGraph:
     # `Tensor.set` and a copy of the logits take longer than some layers.
 
     def write(self, tensor: Tensor, values: npt.NDArray[Any] | memoryview) -> None:
-        """Write all bytes of an input; an array may be of another type, and is converted."""
+        """Write all bytes of an input tensor; converts arrays to its type, copies memoryviews unchanged."""
         view = self._view(tensor)
         if isinstance(values, memoryview):
             if view is None:
@@ -82,7 +82,7 @@ class StepGraph:
             view[2][:] = values.reshape(-1)
 
     def write_one(self, tensor: Tensor, value: int) -> None:
-        """Write the only element of an input."""
+        """Write `value` to an input tensor of one element."""
         view = self._view(tensor)
         if view is None:
             tensor.set(np.array([value], tensor.dtype.numpy))
@@ -106,7 +106,7 @@ class StepGraph:
         return view
 
     def set_changes(self, changes: Changes, positions: npt.NDArray[np.int32] | list[int]) -> None:
-        """Write the steering vectors and adapter scales that the graph has inputs for.
+        """Write the steering vectors, adapter scales and hidden states that are inputs of the graph.
 
         Args:
             changes: Their values.
@@ -196,7 +196,7 @@ class StepGraph:
 
 
 class LensGraph(StepGraph):
-    """The graph from hidden states to logits, as after the last layer.
+    """The graph from hidden states to logits: the model's output norm and output matrix.
 
     Attributes:
         states: Input: f32 `[n_embd, n]`.

@@ -38,7 +38,7 @@ NO_CHOICE = "the layers of each device are given, or there is only one memory"
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """A planned strategy: placement, cost and missing memory.
+    """A parallel strategy for a model: placement, cost of a token, and lacking memory.
 
     Attributes:
         name: A key of `STRATEGIES`.
@@ -58,12 +58,12 @@ class ParallelStrategy:
 
     @property
     def time(self) -> float:
-        """The predicted time of a token [s], even if it does not fit; 0 if unknown."""
+        """The predicted time of a token [s], even if the strategy does not fit into memory; 0 if unknown."""
         return sum(cost.seconds for cost in self.costs.values())
 
 
 class StrategyPlanner:
-    """Plans the strategies of a model over some devices.
+    """Plans the parallel strategies of a model (ways to share it) over some devices.
 
     Args:
         resources: Exit stack that closes the devices.
@@ -87,11 +87,11 @@ class StrategyPlanner:
 
     @property
     def has_choice(self) -> bool:
-        """Whether there is a choice: several memories, and no requested layers."""
+        """Whether there are strategies to choose from: several memories, and no layers requested."""
         return len(self._planner.free) > 1 and self._planner.is_open
 
     def planned(self) -> list[ParallelStrategy]:
-        """Return all strategies, or only `layer` if there is no choice.
+        """Return all strategies, planned, or only `layer` (whole layers) if there is no choice.
 
         Raises:
             AllocationError: A device lacks room to measure it.
@@ -99,7 +99,7 @@ class StrategyPlanner:
         return [self._planned(name) for name in (STRATEGIES if self.has_choice else (LAYER,))]
 
     def planner_of(self, name: str) -> Planner:
-        """Return a planner for a strategy, or for the best one.
+        """Return the planner of the strategy `name`; `best` is the one with the least predicted time.
 
         Raises:
             ArgumentError: The strategy is unknown or not possible.
@@ -116,7 +116,7 @@ class StrategyPlanner:
 
     @staticmethod
     def taken(name: str, planned: Sequence[ParallelStrategy]) -> ParallelStrategy:
-        """Return the planned strategy of a name; `best`: the fastest that fits, else the first.
+        """Return the strategy `name` of `planned`; `best` is the fastest that fits, or the first if none fit.
 
         Raises:
             ArgumentError: The strategy is unknown or not possible.
@@ -236,7 +236,7 @@ def _most(fits: Callable[[int], bool], n: int) -> int:
 
 
 def with_strategy(resources: ExitStack, planner: Planner) -> Planner:
-    """Return a planner for the requested strategy; `resources` closes its devices.
+    """Return a planner for the strategy that `planner` requests; `resources` closes its devices.
 
     Raises:
         Error: As `StrategyPlanner.planner_of`.
@@ -252,7 +252,7 @@ def with_strategy(resources: ExitStack, planner: Planner) -> Planner:
 
 
 def most_read_matrix(planner: Planner) -> tuple[DType, tuple[int, int]]:
-    """Return type and shape of the matrices with the most bytes read per token, cut if large."""
+    """Return type and shape (cut if large) of the matrices with the most bytes read per token in total."""
     layout, read = planner.layout, Counter[tuple[DType, tuple[int, int]]]()
     for part in (*layout.layers, layout.output):
         for source in part.values():
