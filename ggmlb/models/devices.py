@@ -49,7 +49,7 @@ class ModelOnDevices(Closeable):
 
     @abstractmethod
     def summary(self) -> Summary:
-        """Return the model's sizes, the parts on each device, and the memory of each device.
+        """Return the model's sizes, the layers and other parts on each device, and each device's memory.
 
         Raises:
             FreedError: The model was closed.

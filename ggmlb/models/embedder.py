@@ -105,7 +105,7 @@ class BertEmbedder(ModelOnDevices):
         return None if self._runs.last is None else self._runs.scheduler
 
     def summary(self) -> Summary:
-        """Return the model's sizes, the parts on each device, and the memory of each device.
+        """Return the model's sizes, the layers and other parts on each device, and each device's memory.
 
         Before the first batch, compute memory is not counted.
 
@@ -132,7 +132,7 @@ class BertEmbedder(ModelOnDevices):
         batch: int = 32,
         progress: Callable[[int, int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the embeddings of texts, each of norm 1.
+        """Return the embeddings of texts, each of norm 1; computes at most `batch` texts together.
 
         Args:
             texts: Texts; those longer than the model allows are truncated.

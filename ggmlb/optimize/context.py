@@ -477,7 +477,7 @@ class OptContext(Unique, Closeable):
         write(path, state, {name: tensor.to_numpy() for name, tensor in self._state_tensors().items()})
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load a checkpoint of `save`.
+        """Load parameters and optimizer state from a checkpoint of `save`.
 
         Raises:
             ModelError: The file is missing or damaged, or of another model or optimizer; nothing is changed.

@@ -16,7 +16,7 @@ from ggmlb.core.errors import ArgumentError
 @checked_methods
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """AdamW (Loshchilov & Hutter), as PyTorch's; the defaults are ggml's.
+    """The optimizer AdamW (Loshchilov & Hutter), as in PyTorch; the default values are ggml's.
 
     Attributes:
         alpha: Learning rate.

@@ -62,7 +62,7 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of correct predictions; NaN if none are counted (ggml_opt_result_accuracy)."""
+        """Fraction of correct predictions; NaN if there are no predictions (ggml_opt_result_accuracy)."""
         return self.n_correct / self._n_rows if self._n_rows else math.nan
 
     @property

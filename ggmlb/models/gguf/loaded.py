@@ -60,7 +60,7 @@ class LoadedTensors(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def free(self) -> None:
-        """Free the memory; freeing again does nothing."""
+        """Free the tensors' memory; freeing again does nothing."""
         self._buffers.close()
 
     def __enter__(self) -> Self:

@@ -95,7 +95,7 @@ def from_printable(text: str) -> bytes:
 
 
 class BytePairs:
-    """Byte pair encoding: words by regular expressions, and merges within each word.
+    """Byte pair encoding: regular expressions cut a text into words, and merges join pieces within a word.
 
     Args:
         ids: Token numbers by text.

@@ -172,7 +172,7 @@ class Metadata(Mapping[str, Value]):
             raise MissingError(message + nearest(str(key), self._slots)) from None
 
     def first(self, key: str, n: int) -> bool | int | float | str | list[Any]:
-        """Return a single value, or at most `n` elements of an array; the others are not decoded.
+        """Return a key's single value, or at most `n` elements of its array; the others are not decoded.
 
         Raises:
             ModelError: There is no such key, or a string is not UTF-8.

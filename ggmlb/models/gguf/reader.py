@@ -57,7 +57,7 @@ _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 class GgufTensor(NamedTuple):
-    """The header entry of a tensor.
+    """The header entry of a tensor in a GGUF file.
 
     Attributes:
         name: Its name.
@@ -82,7 +82,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extents in NumPy order."""
+        """The tensor's extents in NumPy order."""
         return self.ne[::-1]
 
 

@@ -84,7 +84,7 @@ def _parameters(n: int) -> str:
 
 
 def as_dict(file: GgufFile) -> dict[str, Any]:
-    """Return metadata and tensor headers of a GGUF file as JSON values; arrays are cut to their start."""
+    """Return metadata and tensor headers of a GGUF file as JSON values; arrays are cut short."""
     return {
         "path": str(file.path),
         "version": file.version,

@@ -151,7 +151,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         return {name: np.concatenate(parts) for name, parts in traced.items()}
 
     def names(self) -> list[str]:
-        """Return the names that `trace` accepts, in the order of computation."""
+        """Return the names of nodes that `trace` accepts, in the order of computation."""
         return list(self._token_graph().named)
 
     def costs(self, rates: Mapping[Device, Rates]) -> list[Cost]:
@@ -227,7 +227,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         return found
 
     def free(self) -> None:
-        """Free the memory of the graphs."""
+        """Free the compute memory of the graphs."""
         self._runs.free()
 
 
@@ -357,7 +357,7 @@ class Decoder(BaseDecoder[KvCache]):
         return graph
 
     def names(self) -> list[str]:
-        """Return the names that `trace` accepts, attention weights included."""
+        """Return the names that `trace` accepts, of nodes and attention weights, in order of computation."""
         found: list[str] = []
         for name in super().names():
             layer, _, part = name.rpartition(".")

@@ -122,7 +122,7 @@ class ExpertCache:
         self.buffers = alloc_zeros(contexts.values(), BufferUsage.WEIGHTS)
 
     def serves(self, layer: int, n_tokens: int) -> bool:
-        """Whether the slots suffice for all experts that `n_tokens` tokens may choose."""
+        """Whether a layer's cache slots suffice for all experts that `n_tokens` tokens may choose."""
         return layer in self._layers and min(n_tokens * self._experts.n_used, self._experts.n) <= self.n_slots
 
     def choose(self, ctx: Context, layer: int, chosen: Tensor) -> tuple[Tensor, Sequence[Tensor]]:

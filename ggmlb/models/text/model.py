@@ -178,7 +178,7 @@ class TextModel(ModelOnDevices):
         return MemoryReport(self._planner.forecast(self.placement, events), self._loaded.table)
 
     def summary(self) -> Summary:
-        """Return the model's sizes, the parts on each device, and the memory of each device.
+        """Return the model's sizes, the layers and other parts on each device, and each device's memory.
 
         Raises:
             FreedError: The model was closed.
@@ -292,7 +292,7 @@ class TextModel(ModelOnDevices):
     # -- looking inside ------------------------------------------------------------------------
 
     def trace_names(self) -> list[str]:
-        """Return the names that `trace` accepts, in the order of computation."""
+        """Return the names of nodes that `trace` accepts, in the order of computation."""
         self._check("trace_names")
         return self._engine.decoder.names()
 
@@ -340,7 +340,7 @@ class TextModel(ModelOnDevices):
     def steering(
         self, vectors: Mapping[int, npt.ArrayLike], scale: float = 1.0
     ) -> AbstractContextManager[None]:
-        """Add vectors to the hidden states after layers while a `with` block runs.
+        """Context manager: add `scale` times the vector of each layer to the hidden states after it.
 
         The vectors are inputs of graphs, so that nothing is loaded again. Nested blocks add up. The KV cache
         of earlier tokens of a session stays as it is.
@@ -357,7 +357,7 @@ class TextModel(ModelOnDevices):
         return self._changes.steering(vectors, scale)
 
     def load_adapter(self, path: str | PathLike[str], scale: float = 1.0, trainable: bool = False) -> Adapter:
-        """Load a LoRA adapter; the model's own weights stay as they are.
+        """Load a LoRA adapter with factor `scale` (to train if `trainable`); model weights do not change.
 
         Example: `adapter = model.load_adapter("pirate.gguf")`, then `adapter.scale = 0` to switch it off.
 

@@ -14,7 +14,7 @@ MIRRORED = SplitState(SplitAxis.MIRRORED)
 
 
 class Shards:
-    """How weights and KV cache are split over a meta device.
+    """Split states of a model's weights and KV cache over a meta device (tensor parallelism).
 
     Each device has whole heads, with their part of the KV cache, and a slice of the feed-forward part and of
     the vocabulary. A layer therefore needs two sums over the devices: after the last products of attention

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TrainingGraph(LayersGraph):
-    """The graph of whole sequences with causal attention.
+    """The forward graph of whole sequences with causal attention, for training.
 
     Attention consists of products and a soft max, which have gradients.
 
