@@ -170,7 +170,7 @@ def to_svg(scheduler: Scheduler, graph: Graph) -> str:
 
 
 def trace(scheduler: Scheduler, path: str | Path | None) -> Trace:
-    """Return a recorder of the scheduler's streams, written to `path` if given; plans are named by split."""
+    """Return a recorder of the scheduler's streams, written to `path`; it labels plans by split number."""
 
     def name(plan: GraphPlan) -> str:
         numbers = (f"split {i}:" for i, s in enumerate(scheduler.splits) if any(p is plan for p in s.plans))

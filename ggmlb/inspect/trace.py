@@ -64,7 +64,7 @@ class Trace(Observer):
     # -- observing -----------------------------------------------------------------------------
 
     def begin(self, action: Action) -> None:
-        """Record a call's start; the count of its stream's commands then tells which ones the call adds."""
+        """Record a call's start and its stream's command count, from which `end` tells the added commands."""
         commands = None if action.stream is None else action.stream.commands
         self._open[action] = (0 if commands is None else len(commands), perf_counter_ns())
 

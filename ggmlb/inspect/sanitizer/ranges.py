@@ -54,7 +54,7 @@ class Ranges:
         return self._cells[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, stop)]
 
     def settled(self, start: int, stop: int, known: Clock) -> Iterator[tuple[int, int]]:
-        """Yield the byte runs in `start` to `stop` whose last write is done, by the vector clock `known`."""
+        """Yield byte runs in `start` to `stop` whose last write the vector clock `known` covers (is done)."""
         begin = None
         for i in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)):
             write = self._cells[i].write

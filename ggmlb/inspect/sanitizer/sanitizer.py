@@ -85,7 +85,7 @@ class Sanitizer(Observer):
     # -- the two halves of an action -----------------------------------------------------------
 
     def begin(self, action: Action) -> None:
-        """Check the reads, writes and waits of an action.
+        """Check the reads, writes and waits of an observed call (action) before it is queued.
 
         Raises:
             SanitizerError: An access is unordered, or uses freed memory.
@@ -103,7 +103,7 @@ class Sanitizer(Observer):
                 self._check(access, stream, clock, action)
 
     def end(self, action: Action) -> None:
-        """Record an action's accesses, and which earlier work is now known to be done before which.
+        """Record an observed call's accesses, and which earlier work is now known to be done before which.
 
         Raises:
             SanitizerError: Host memory that queued work reads was changed before the work was done.

@@ -47,7 +47,7 @@ class MetaBufferType(BufferType):
         return min(p.max_size for p in self.parts)
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Bytes that the tensor would take as a whole: the largest of the devices' sizes."""
+        """Bytes for the whole, uncut tensor on the device that needs most for it."""
         return max(p.alloc_size(tensor) for p in self.parts)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
@@ -115,7 +115,7 @@ class MetaBuffer(PartedBuffer):
         super().__init__(buft, parts, size)
 
     def state(self, root: Tensor) -> SplitState:
-        """Return the split state of a tensor in this buffer that is not a view."""
+        """Return how a tensor in this buffer, not a view, is cut over the devices or repeated on them."""
         return self.buft.device.state(root)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
@@ -148,7 +148,7 @@ class MetaBuffer(PartedBuffer):
     # -- data: bytes of a view are bytes of its root -------------------------------------------------
 
     def scatter(self, tensor: Tensor, data: Bytes, offset: int) -> Iterator[tuple[Tensor, Bytes, int]]:
-        """Divide bytes of a tensor over devices; yield each device's slice, its bytes, and the offset there.
+        """Divide bytes of a tensor over devices; yield each slice, its bytes, and their offset in the slice.
 
         A partial write to a cut tensor is completed to a whole one: the rest is read first.
         """

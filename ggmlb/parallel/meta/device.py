@@ -141,7 +141,7 @@ class MetaDevice(Device):
         return MIRRORED if result == PARTIAL else result
 
     def outcome(self, node: Tensor) -> ShardOutcome:
-        """Return the split states that a node requires of its operands, and that of its result."""
+        """Return how the operands of a node must be split over the devices, and how its result is then."""
         states = [MIRRORED if s is None else self.state(s) for s in node.src]
         found = outcome(node, states)
         if found.result.is_cut and node.view_src is None and not node.is_contiguous():

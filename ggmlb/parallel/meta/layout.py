@@ -16,7 +16,7 @@ from ggmlb.core.tensor import Ne, contiguous_nb
 
 
 class Slice(NamedTuple):
-    """A device's part of a view: extents, byte strides, and byte offset in the device's part of the root."""
+    """A device's part of a view: extents, byte strides, and byte offset in its part of the viewed tensor."""
 
     ne: Ne
     nb: Ne

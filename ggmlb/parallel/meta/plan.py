@@ -27,7 +27,7 @@ Slices = tuple[Tensor, ...]
 
 
 class SubgraphStage(NamedTuple):
-    """A stage of a meta plan: one independent plan for each device, and the exchange after them."""
+    """A stage of a meta plan: independent plans, one per device, then any sum or gather over the devices."""
 
     plans: tuple[GraphPlan | None, ...]
     then: Callable[[], None] | None
@@ -70,7 +70,7 @@ class MetaPlan(GraphPlan):
         return len(self._gathers)
 
     def reduction(self, parts: Slices, has_part: Sequence[bool]) -> AllReduce:
-        """Create an all-reduce sum of `parts`, owned by the plan; `has_part` tells which devices have one."""
+        """Create an all-reduce of `parts`, owned by the plan; `has_part`: whether each device adds a term."""
         self._reductions.append(self.backend.communicator.sum_of(parts, has_part))
         return self._reductions[-1]
 

@@ -27,7 +27,7 @@ class MetaCommunicator:
         self._allreduce = reg.get_proc_address("comm_allreduce_tensor") if self._comm is not None else None
 
     def sum_of(self, parts: Sequence[Tensor], has_part: Sequence[bool]) -> AllReduce:
-        """Prepare an in-place sum of `parts`, one tensor on each device; some (`has_part`) only receive it.
+        """Prepare an in-place sum of one tensor per device; those without `has_part` only receive the sum.
 
         Args:
             parts: Each device's part, overwritten by the sum.

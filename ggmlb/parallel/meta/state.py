@@ -31,13 +31,13 @@ def outcome(node: Tensor, states: States) -> ShardOutcome:
 
 
 def whole(states: States) -> ShardOutcome:
-    """Return the outcome of a node that each device computes whole: all operands and the result MIRRORED."""
+    """Return the outcome of a node that each device computes whole: operands and result on all (MIRRORED)."""
     return ShardOutcome(MIRRORED, (MIRRORED,) * len(states))
 
 
 @arguments.checked
 def split_evenly(n: int, n_devices: int, granularity: int = 1) -> tuple[int, ...]:
-    """Return the extents of parts of `n` elements, as equal as whole multiples of `granularity` allow.
+    """Return the extents of `n_devices` parts of `n` elements, as equal as multiples of `granularity` allow.
 
     Raises:
         ArgumentError: `n` is not a multiple of `granularity`, or there are not 1 to 16 devices.

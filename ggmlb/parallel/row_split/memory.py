@@ -24,7 +24,7 @@ ROUNDING: Final = 64
 def split_buffer_type(
     reg: BackendReg, main_device: int, tensor_split: Sequence[float] | None = None
 ) -> SplitBufferType:
-    """Return a buffer type that splits matrices' rows over a registration's devices by `tensor_split`.
+    """Return a buffer type that splits matrix rows over `reg`'s devices, for products on `main_device`.
 
     Args:
         reg: The registration; `get_proc_address` binds it.

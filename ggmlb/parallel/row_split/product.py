@@ -36,7 +36,7 @@ def declines(node: Tensor) -> str | None:
 
 
 def is_split(node: Tensor) -> bool:
-    """Whether the node is a product with a split weight."""
+    """Whether the node is a product whose weight has its rows on several devices (split memory)."""
     return node.op is Op.MUL_MAT and node.src[0] is not None and isinstance(node.src[0].buffer, SplitBuffer)
 
 
@@ -101,7 +101,7 @@ class _Share(NamedTuple):
 
 
 class RowSplitProduct:
-    """A prepared product with a split weight: copies columns to the devices, and result rows back.
+    """A prepared product with rows of its weight on several devices: copies inputs there, and results back.
 
     Args:
         node: The product; its result and its columns are in memory of the main device.

@@ -234,15 +234,15 @@ class GraphAllocator(Freeable):
     # -- by number, for the scheduler ----------------------------------------------------------
 
     def reserve_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> None:
-        """Allocate an indexed graph's memory, without placing tensors; `ids` choose the buffer types."""
+        """Allocate memory for an `IndexedGraph` without placing tensors; `ids` choose their buffer types."""
         self._adopt(self._plan(indexed, ids))
 
     def indexed_size(self, indexed: IndexedGraph, ids: BufferIds) -> list[int]:
-        """Return the bytes an indexed graph needs in each buffer type; `ids` choose its tensors' types."""
+        """Return an `IndexedGraph`'s bytes in each buffer type; `ids` choose the types of its tensors."""
         return self._memories.by_buffer_id([sum(peaks) for peaks in self._plan(indexed, ids).peaks])
 
     def alloc_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> tuple[list[Buffer | None], list[int]]:
-        """Allocate an indexed graph's memory; return each tensor's buffer and offset, without placing it.
+        """Allocate memory for an `IndexedGraph`; return each tensor's buffer and offset, without placing it.
 
         No tensor is changed.
         """
@@ -404,14 +404,14 @@ class Memories:
         return [padded(bufts[m].alloc_size(t), alignments[m]) for t, m in zip(tensors, where, strict=True)]
 
     def by_buffer_id(self, sizes: Sequence[int]) -> list[int]:
-        """Return a size for each buffer id from `sizes` of distinct types; a repeated type counts once."""
+        """Return `sizes` of distinct buffer types by buffer id; a type given again has 0, to count once."""
         index = self._index
         return [sizes[memory] if index.index(memory) == i else 0 for i, memory in enumerate(index)]
 
     # -- buffers -------------------------------------------------------------------------------
 
     def grow(self, peaks: Sequence[Sequence[int]]) -> bool:
-        """Replace chunks (buffers) smaller than `peaks` by larger ones; return whether any was allocated.
+        """Replace chunks (buffers) below their needed size (`peaks`) by larger ones; return whether any was.
 
         Chunks that are large enough stay.
 

@@ -35,7 +35,7 @@ OFFSET_MASK = (1 << CHUNK_BITS) - 1
 
 
 class DynamicAllocator:
-    """Best-fit allocator of abstract addresses, which joins freed neighbours (ggml_dyn_tallocr).
+    """Best-fit allocator of abstract addresses (chunk, offset); joins freed neighbours (ggml_dyn_tallocr).
 
     The memory consists of chunks of at most `limit` bytes. All sizes, and hence all addresses, are
     multiples of the alignment.
@@ -55,7 +55,7 @@ class DynamicAllocator:
         self.peaks: list[int] = []
 
     def alloc(self, size: int) -> int:
-        """Allocate `size` bytes (at most a chunk's limit), and return their abstract address."""
+        """Allocate `size` bytes (at most a chunk's limit); return the address: chunk and offset, packed."""
         sizes = self._sizes
         if not size or not sizes:
             return self._grow(size)
@@ -162,7 +162,7 @@ def make_plan(
     limits: Sequence[int],
     stays: int = TensorFlag.OUTPUT,
 ) -> Plan:
-    """Choose an address for each tensor of a graph, within chunk `limits`, in one pass over its nodes.
+    """Choose an address for each tensor of a graph; flags in `stays` mark tensors whose memory is kept.
 
     Tensors with data from outside (leafs, inputs, parameters) are placed first, without overlap. A node's
     place is allocated when it is computed, and freed after the last node that reads it or a view of it.

@@ -177,7 +177,7 @@ def assign(graph: IndexedGraph, rules: AssignRules, requests: Mapping[int, int])
 
 
 def readable(graph: IndexedGraph, rules: AssignRules, ids: Sequence[int], i: int, b: int) -> bool:
-    """Whether backend `b` reads tensor `i` without a copy, where it is or (by backend `ids`) will be."""
+    """Whether backend `b` reads tensor `i` without a copy, if unplaced tensors go to the backends `ids`."""
     root = graph.roots[i]
     buffer = graph.buffers[root]
     if buffer is not None:

@@ -19,7 +19,7 @@ from ggmlb.runtime.compile.split import Split
 
 
 def insert_copies(user: IndexedGraph, ids: list[int], splits: Sequence[Split]) -> IndexedGraph:
-    """Return `user`'s graph plus the copies that splits read, in execution order; also sort split nodes.
+    """Return graph `user` plus copies that splits read; put split nodes in their backend's preferred order.
 
     Args:
         user: The user's graph.
@@ -133,7 +133,7 @@ class _CopiedGraph(IndexedGraph):
 def with_tensors(
     graph: IndexedGraph, user: Sequence[Tensor], splits: Sequence[Split], c: int
 ) -> list[Tensor]:
-    """Return all tensors by number; nodes that read copies become clones that read the `c`-th copy."""
+    """Return all tensors by number, for the `c`-th copies of inputs: readers of copies become clones."""
     tensors = [*user, *graph.tensors[len(user) :]]
     if len(tensors) > len(user):
         inputs = [item for split in splits for item in split.inputs if len(item.copies) > 1]

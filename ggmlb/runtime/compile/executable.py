@@ -118,7 +118,7 @@ class Executable:
     # -- binding -------------------------------------------------------------------------------
 
     def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
-        """Return a graph's tensors by number if it equals this one, user's requests too; else `None`."""
+        """Return the tensors of a graph by number; `None` unless it and its requests equal this one's."""
         tensors = self.graph.match(graph)
         return tensors if tensors is not None and requests_of(tensors, user) == self.requests else None
 
@@ -267,5 +267,5 @@ class Executable:
 
 
 def requests_of(tensors: Sequence[Tensor], user: Mapping[Tensor, int]) -> dict[int, int]:
-    """Return the backend that the user requested, by the tensor's index in `tensors`, where there is one."""
+    """Return the index of the requested backend, by index in `tensors`, for tensors that have a request."""
     return {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}

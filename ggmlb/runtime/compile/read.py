@@ -246,7 +246,7 @@ class IndexedGraph:
 
     @cached_property
     def roots(self) -> list[int]:
-        """Number of the tensor that owns each tensor's memory: a view's source, else itself."""
+        """Maps each tensor's number to that of the tensor owning its memory: a view's source, else itself."""
         roots = list(range(len(self.tensors)))
         for i in self.views:
             roots[i] = self.bases[i]
@@ -292,7 +292,7 @@ class IndexedGraph:
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int]]:
-        """Begins and ends of each node's operands in `sources`, by tensor number; -1 for other tensors."""
+        """Where each node's operands begin and end in list `sources`, by tensor number; -1 if not a node."""
         begins, ends = [-1] * len(self.tensors), [-1] * len(self.tensors)
         for node, n, end in zip(self.nodes, self.n_sources, accumulate(self.n_sources), strict=True):
             begins[node] = end - n

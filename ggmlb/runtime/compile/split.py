@@ -70,7 +70,7 @@ class SplitInput:
 
     @property
     def copy(self) -> Tensor:
-        """The first of the copies."""
+        """The first of the tensor's copies in the split's memory (several only for pipelining)."""
         return self.copies[0]
 
     @property
@@ -130,7 +130,7 @@ class Split:
 
     @property
     def nodes(self) -> list[Tensor]:
-        """The nodes of the user's graph that this split computes, with views of its own tensors."""
+        """The user's nodes that this split computes, with views of tensors that it uses without a copy."""
         return [self._graph.tensors[i] for i in self.numbers]
 
     @property

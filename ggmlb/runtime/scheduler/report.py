@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodePlacement:
-    """The placement of one node.
+    """Where and why one node runs: its device, split, cause, copied operands, and other devices' refusals.
 
     Attributes:
         node: Its name, or its op and index.
