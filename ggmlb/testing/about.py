@@ -41,7 +41,7 @@ class About:
 
     @classmethod
     def here(cls, devices: Iterable[Device] = ()) -> About:
-        """Return the facts of this machine and of devices."""
+        """Return the facts of a run on this machine (host, date, software) and on `devices`."""
         software = {
             "version": ggmlb.__version__,
             "revision": revision(),
@@ -52,11 +52,11 @@ class About:
         return cls(platform.node(), date, software, {device.name: facts_of(device) for device in devices})
 
     def of(self, device: str) -> dict[str, str]:
-        """Return the facts of runs on one device."""
+        """Return the software versions of the run, and the facts of the device named `device`."""
         return {**self.software, **self.devices.get(device, {})}
 
     def as_dict(self) -> dict[str, Any]:
-        """All facts, for JSON."""
+        """Return all facts of the run as a dictionary, for JSON."""
         stopped = {"unfinished": self.unfinished} if self.unfinished else {}
         return {
             "hostname": self.hostname,
@@ -68,7 +68,7 @@ class About:
 
 
 def facts_of(device: Device) -> dict[str, str]:
-    """Return the facts of a device and its backend."""
+    """Return a device's name, description, type, backend, driver and features, as texts."""
     reg = device.reg
     return {
         "device": device.name,

@@ -42,7 +42,7 @@ ROW = 1000
 
 
 class Size(Enum):
-    """Size class of a program's tensors."""
+    """Size class of a program's tensors: odd (any extents), one, large, empty, or no row (rows of 0)."""
 
     ODD = "odd"
     ONE = "one"
@@ -56,7 +56,7 @@ CYCLE = (Size.ODD, Size.ODD, Size.LARGE, Size.ONE, Size.NO_ROW, Size.ODD, Size.E
 
 @dataclass(frozen=True, slots=True)
 class KitCase:
-    """A program to compute on two devices.
+    """A test program, computed by the device under test and by the reference to compare their results.
 
     Attributes:
         family: The name of its family.
@@ -106,7 +106,7 @@ class PlainChoices:
         return int(self.random.integers((low + high + 1) // 2, high, endpoint=True))
 
     def number(self, low: float, high: float) -> float:
-        """A random float32."""
+        """Return a random float32 from `low` to `high`."""
         return float(np.float32(self.random.uniform(low, high)))
 
     def pick(self, n: int) -> int:
@@ -116,11 +116,11 @@ class PlainChoices:
         return choice if place == len(self.alternatives) - 1 else 0
 
     def order(self, items: Sequence[int]) -> Sequence[int]:
-        """Return the items rotated by one."""
+        """Return the items in an order other than given: the first moved to the end."""
         return [*items[1:], *items[:1]]
 
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
-        """Return extents of a matrix, none of 1."""
+        """Return extents of a matrix: at least 2 for the first two limits, and 1 for the others."""
         rows = [max(2, self.integer(1, n)) for n in limits[:2]]
         return [*rows, *(1 for _ in limits[2:])]
 
@@ -156,7 +156,7 @@ class CoveringChoices:
         return int(self.random.integers(low, high, endpoint=True))
 
     def number(self, low: float, high: float) -> float:
-        """A random float32."""
+        """Return a random float32 from `low` to `high`."""
         return float(np.float32(self.random.uniform(low, high)))
 
     def pick(self, n: int) -> int:
@@ -169,11 +169,11 @@ class CoveringChoices:
         return choice
 
     def order(self, items: Sequence[int]) -> Sequence[int]:
-        """A random order."""
+        """Return the items in random order."""
         return [int(i) for i in self.random.permutation(list(items))]
 
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
-        """Return random extents of the size class `size`."""
+        """Return random extents up to `limits`; by size class all are 1, one is 0, or the first is large."""
         if self.size is Size.ONE:
             return [1] * len(limits)
         extents = [int(self.random.integers(1, n, endpoint=True)) for n in limits]
@@ -193,7 +193,7 @@ def _check_range(low: int, high: int) -> None:
 
 @cache
 def cases_of(family: str) -> tuple[KitCase, ...]:
-    """Return the cases of a family, the plainest first."""
+    """Return the cases of a family (a function that draws test programs), the plainest first."""
     first = PlainChoices(_seed(family, "plain"))
     drawn = [_case(family, first), *_mixed(family), *_one_choice_away(family, first.alternatives)]
     found: dict[str, KitCase] = {}

@@ -56,7 +56,7 @@ class Bench(Freeable):
         )
 
     def support(self, case: KitCase) -> CaseResult:
-        """Check the device's claim about a case by computing it."""
+        """Check by computing a case that the device computes what it claims to, and declines the rest."""
         start = perf_counter()
         outcome, reason, claimed = self._support(case)
         took, facts = perf_counter() - start, {"supported": claimed}
@@ -65,7 +65,7 @@ class Bench(Freeable):
         )
 
     def free(self) -> None:
-        """Free streams and memory.
+        """Free the bench's streams, and its memory for programs.
 
         Raises:
             FreedError: They were freed before.

@@ -63,7 +63,7 @@ Output = tuple[int, "tuple[int, ...]", bytes]
 
 
 class Choices(Protocol):
-    """Makes the choices of a family of programs."""
+    """Draws the numbers, alternatives, orders and extents of a test program."""
 
     beyond: bool
     """Whether types and layouts that ggml's CPU backend does not support are allowed."""
@@ -73,19 +73,19 @@ class Choices(Protocol):
     """Whether the program is the plainest of its family: without repeats, batches, padding or strides."""
 
     def integer(self, low: int, high: int) -> int:
-        """Return a number from `low` to `high`."""
+        """Draw an integer from `low` to `high`."""
 
     def number(self, low: float, high: float) -> float:
-        """Return a float32 from `low` to `high`."""
+        """Draw a float32 from `low` to `high`."""
 
     def pick(self, n: int) -> int:
-        """Return one of `n` alternatives, by its index."""
+        """Draw one of `n` alternatives; return its index."""
 
     def order(self, items: Sequence[int]) -> Sequence[int]:
         """Return the items in some order."""
 
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
-        """Return one extent for each limit, usually up to that limit."""
+        """Draw one extent for each limit, usually up to that limit."""
 
 
 @dataclass
@@ -136,15 +136,15 @@ class Program:
     # -- numbers -------------------------------------------------------------------------------
 
     def int(self, low: Integer, high: Integer) -> Integer:
-        """Return a number from `low` to `high`."""
+        """Draw an integer from `low` to `high` for the generated program."""
         return self.choices.integer(low, high)
 
     def extra(self, low: Integer, high: Integer) -> Integer:
-        """Return a number for repeats, batches, strides or paddings; `low` in plain programs."""
+        """Draw an integer for repeats, batches, strides or paddings; `low` in plain (simplest) programs."""
         return low if self.choices.plain else self.int(low, high)
 
     def float(self, low: Number, high: Number) -> Number:
-        """Return a float32 from `low` to `high`."""
+        """Draw a float32 from `low` to `high` for the generated program."""
         return self.choices.number(np.float32(low).item(), np.float32(high).item())
 
     def bool(self) -> Truth:
@@ -162,13 +162,13 @@ class Program:
         return self.int(1, large if self.choices.large else high)
 
     def ne(self, *highest: Integer) -> Extents:
-        """Return four extents, usually up to the given limits (70, 6, 4, 3 if none); the rest are 1."""
+        """Draw four extents, usually up to the given limits (by default 70, 6, 4, 3); without a limit, 1."""
         return (*self.choices.extents(highest or (70, 6, 4, 3)), 1, 1, 1)[:4]
 
     # -- tensors -------------------------------------------------------------------------------
 
     def leaf(self, dtype: DType, ne: Extents, data: Any = None, low: Number = -1, high: Number = 1) -> str:
-        """Create a leaf with given or random values."""
+        """Create a leaf with values `data`, or random ones from `low` to `high`; return its name."""
         ne = (*ne, 1, 1, 1)[:4]
         number = len(self.leafs)
 
@@ -251,7 +251,7 @@ class Program:
 
     @property
     def fn(self) -> str:
-        """Return the function that computes the first output."""
+        """Name of the `Context` method that computes the first output."""
         return next(step.fn for step in self.steps if step.out == self.outputs[0])
 
     def request(self) -> tuple[Any, ...]:
@@ -263,7 +263,7 @@ class Program:
         )
 
     def case(self, label: str = "", expected: Sequence[Output] = ()) -> Case:
-        """Return the program as a case, with expected outputs if given."""
+        """Return the program as a case named `label`, with expected outputs if given."""
         results = dict(zip(self.outputs, expected, strict=bool(expected)))
         archive: Any = SimpleNamespace(members=_Members(self.leafs, results))
         return Case(

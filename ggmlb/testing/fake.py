@@ -93,17 +93,17 @@ class FakeDevice(Device):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Free and total [bytes]."""
+        """Free and total memory of this fake device [bytes]."""
         return self.capacity - self.used, self.capacity
 
     @property
     def caps(self) -> Caps:
-        """Asynchronous, with events if the registration says so."""
+        """Capabilities: asynchronous, and with events if the registration was created so."""
         return Caps(async_=True, events=self._reg.events)
 
     @property
     def reg(self) -> FakeReg:
-        """The registration."""
+        """The registration that this fake device belongs to."""
         return self._reg
 
     @property
@@ -122,7 +122,7 @@ class FakeDevice(Device):
         return why if why is not None else RULES.declines(op)
 
     def event_new(self) -> FakeEvent:
-        """Return an event."""
+        """Create an event; refuse if the registration has none."""
         return FakeEvent(self) if self._reg.events else super().event_new()  # type: ignore[return-value]
 
 

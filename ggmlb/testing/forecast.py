@@ -18,7 +18,7 @@ TRIAL_S: Final = 4.0
 
 
 def forecast_s(work: Sequence[FamilyTask], jobs: int = 1) -> float:
-    """Run a few cases of each device and mode; return the estimated duration of all of `work` [s].
+    """Estimate the time of all `work` in `jobs` processes [s], from a few cases of each device and mode.
 
     Cases differ, more so if compiled kernels are not cached. Results of the tried cases are ignored.
 

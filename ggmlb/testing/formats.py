@@ -75,7 +75,7 @@ class JunitReport:
         self._end_of_suites = self._start + len(_HEAD.encode())
 
     def add(self, result: CaseResult) -> None:
-        """Write a result."""
+        """Write a case's result into the report's suite of its device and mode."""
         self._n += 1
         suite = next((s for s in self._suites if (s.device, s.mode) == (result.device, result.mode)), None)
         if suite is None:
@@ -173,7 +173,7 @@ class _Suite:
 
 
 def as_junit(results: Sequence[CaseResult], about: About | None = None) -> str:
-    """Return the report of a complete run."""
+    """Return the results of a run as JUnit XML text."""
     out, about = io.BytesIO(), about or About.here()
     report = JunitReport(out, about)
     for result in results:

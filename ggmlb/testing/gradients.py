@@ -75,7 +75,7 @@ class GradientBench(Freeable):
         self._weights = {buft.name: buft for buft in weight_memories(device)}
 
     def free(self) -> None:
-        """Free streams and memory.
+        """Free the bench's streams and memory.
 
         Raises:
             FreedError: They were freed before.
@@ -169,7 +169,7 @@ class GradientBench(Freeable):
 
 @dataclass(frozen=True)
 class Problem:
-    """A case with a loss.
+    """A case with a loss (weighted sum of its result), whose gradients are checked.
 
     Attributes:
         built: The case.
@@ -184,7 +184,7 @@ class Problem:
     values: npt.NDArray[np.float32]
 
     def graph(self) -> Graph:
-        """Return the graph of the gradients.
+        """Return the graph that computes the loss and its gradients for the operands.
 
         Raises:
             GraphError: An op has none.
@@ -198,7 +198,7 @@ class Problem:
 
 
 def problem_of(case: KitCase) -> Problem:
-    """Return a case with a loss; `operands` is empty without float32 operands or a float32 result."""
+    """Return a case with a loss; its `operands` are empty without float32 operands or a float32 result."""
     built = case.program.case(case.id).build()
     out = built.tensors[case.program.outputs[0]]
     operands = differentiable(out) if out.dtype is DType.F32 and not out.is_empty else []

@@ -16,7 +16,7 @@ DEFAULT: Final = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """An allowed error and its reason."""
+    """An allowed error (NMSE) against the reference, and its reason."""
 
     nmse: float
     reason: str
@@ -49,7 +49,7 @@ CHOSEN_SCALES: Final = {
 
 
 def limit(program: Program) -> float:
-    """Return the allowed error of a program; 0 demands equality."""
+    """Return the error (NMSE) against the reference allowed for a program; 0 demands equality."""
     if program.rule == "dequant":
         rounded = [CHOSEN_SCALES[leaf.dtype].nmse for leaf in program.leafs if leaf.dtype in CHOSEN_SCALES]
         return max([program.nmse, *rounded])

@@ -14,7 +14,7 @@ from ggmlb.inspect.html import escape
 
 
 def page(title: str, data: str) -> str:
-    """Return the HTML page of results.
+    """Return a self-contained HTML page of results, from a heading and JSON `data`.
 
     Args:
         title: The heading.
@@ -27,7 +27,7 @@ def page(title: str, data: str) -> str:
 
 
 def write_page(path: Path, title: str, data: str) -> None:
-    """Write the page to a file.
+    """Write the HTML page of results to a file.
 
     Raises:
         ArgumentError: The file cannot be written.

@@ -50,7 +50,7 @@ PATTERN_ROWS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class PerfCase:
-    """An op of a given size.
+    """An op on operands of a given size, timed in mode `perf`.
 
     Attributes:
         op: Its function, by its name in mode `test`.
@@ -117,7 +117,7 @@ def scale_of(device: Device) -> int:
 
 
 def measure(device: Device, case: PerfCase, rates: PeakRates) -> CaseResult:
-    """Time a case on a device."""
+    """Time a case on a device, and compare with the limit that its peak `rates` set."""
     ctx = Context()
     node = case.build(ctx, scale_of(device))
     try:

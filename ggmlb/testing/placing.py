@@ -114,13 +114,13 @@ class WeightMemory:
 
 
 def weight_of(node: Tensor) -> Tensor:
-    """Return the first operand of an op, or its view source."""
+    """Return the tensor that holds an op's weight: its first operand, or what that is a view of."""
     operand = node.operand(0)
     return operand.view_src or operand
 
 
 def alloc_weight(node: Tensor, buft: BufferType) -> Buffer:
-    """Place only the weight of an op.
+    """Place an op's first operand, a weight, in memory of type `buft`; leave the others unplaced.
 
     Raises:
         AllocationError: The device lacks room.

@@ -82,7 +82,7 @@ class Spec:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """The bytes, contiguous in ggml's layout."""
+        """The bytes of this leaf or output, contiguous in ggml's layout."""
         return self.archive.members[self.member]
 
 
@@ -116,7 +116,7 @@ class Case:
     rule: str = ""
 
     def build(self, ctx: Context | None = None, leafs: Context | None = None) -> Built:
-        """Create the program's tensors, and a graph that computes its steps in order.
+        """Create the program's tensors (leafs in context `leafs`), and a graph that computes its steps.
 
         Leafs are marked as inputs, and outputs (with their view sources) as outputs, so that an allocator
         keeps them.

@@ -31,7 +31,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The outcome of a case.
+    """The outcome of one case on one device in one mode, with error, time and reason.
 
     Attributes:
         mode: `test`, `support`, `grad`, `perf` or `behaviour`.
@@ -60,7 +60,7 @@ class CaseResult:
         return replace(self, outcome=outcome, reason=reason)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and facts, for JSON."""
+        """Return all fields and facts of this result as a dictionary, for JSON."""
         fields = asdict(self)
         facts = fields.pop("facts")
         return {**fields, "outcome": self.outcome.value, **facts}

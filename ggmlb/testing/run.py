@@ -37,7 +37,7 @@ WITH_WEIGHTS: Final = {"behaviour": (), "grad": ("mul_mat",)}
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which cases to run.
+    """Which cases to run: a mode, ops, a pattern of case ids, and a limit per family.
 
     Attributes:
         mode: One of `MODES`.
@@ -82,7 +82,7 @@ class FamilyTask:
 
 
 def tasks(device: Device, selection: Selection) -> list[FamilyTask]:
-    """Return the tasks of a selection on a device, in the table's order."""
+    """Return a device's tasks: the selected cases of each family with weights in each buffer type."""
     found = []
     with_weights = WITH_WEIGHTS.get(selection.mode, PRODUCTS)
     memories = [buft.name for buft in weight_memories(device)] if with_weights else []
@@ -99,7 +99,7 @@ def tasks(device: Device, selection: Selection) -> list[FamilyTask]:
 
 
 def selections(modes: Sequence[str], ops: Sequence[str], pattern: str, limit: int) -> list[Selection]:
-    """Return a selection for each mode, with the ops that it knows.
+    """Return a selection for each mode, of those of `ops` that it knows; `pattern` and `limit` filter cases.
 
     Raises:
         ArgumentError: There is no such mode, no mode knows an op, or the pattern is invalid.
@@ -119,7 +119,7 @@ def selections(modes: Sequence[str], ops: Sequence[str], pattern: str, limit: in
 
 
 def names_of(mode: str, family: str, memory: str = "") -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield each case's id in a family, with op names that select it; `memory` names the weights' type."""
+    """Yield each case's id in a family, and op names that select it; `memory`: weights' buffer type."""
     if mode == "behaviour":
         yield from ((name, frozenset({name})) for name in CHECKS[family])
     else:
@@ -231,7 +231,7 @@ class Runner:
 
 
 def run_all(work: Sequence[FamilyTask], jobs: int = 1) -> Iterator[CaseResult]:
-    """Yield the results of all tasks in their order.
+    """Yield the results of all tasks, in the order of `work`, computed in `jobs` processes.
 
     Args:
         work: The tasks.
@@ -248,7 +248,7 @@ def run_all(work: Sequence[FamilyTask], jobs: int = 1) -> Iterator[CaseResult]:
 
 
 def run_as_done(work: Sequence[FamilyTask], jobs: int = 1) -> Iterator[tuple[int, CaseResult]]:
-    """Yield each result as soon as it is known, with the index of its task.
+    """Yield the tasks' results from `jobs` processes, each as soon as known, with the task's index in `work`.
 
     Tasks of mode `perf` run last, in one process, with nothing beside them. If the caller stops or
     raises, running worker processes are ended.

@@ -17,7 +17,7 @@ PROC = "conformance_xfails"
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """An expected failure.
+    """A known failure: a pattern that finds the cases, and the reason why they fail.
 
     Attributes:
         pattern: Regular expression to find in `"<mode> <id>"`.

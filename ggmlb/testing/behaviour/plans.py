@@ -37,7 +37,7 @@ WAYS = ("graph_plan_compute", "graph_plan_update", "graph_compute")
 
 
 def compute(rig: Rig, way: str, graph: Graph, plan: GraphPlan) -> GraphPlan:
-    """Compute a graph with its plan by the named method, and wait; return the plan, perhaps updated."""
+    """Compute a graph with its plan by the method named `way`, and wait; return the plan, updated or not."""
     if way == "graph_compute":
         rig.stream.graph_compute(graph)
         return plan

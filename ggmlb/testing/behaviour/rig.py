@@ -99,12 +99,12 @@ class Rig:
         return self.new_stream(device_by_name("CPU"))
 
     def keep(self, buffer: Buffer) -> Buffer:
-        """Free the buffer at the end of the check, unless already freed."""
+        """Register a buffer to be freed at the end of the check, unless freed before; return it."""
         self._buffers.append(buffer)
         return buffer
 
     def close(self) -> None:
-        """Free all streams and buffers not freed yet."""
+        """Free all streams and buffers of the check that are not freed yet."""
         for stream in self._streams:
             if not stream.is_freed:
                 stream.free()
@@ -166,7 +166,7 @@ class Rig:
 
     @property
     def n_busy(self) -> int:
-        """Number of elements of an op that keeps the device busy."""
+        """Number of elements with which one op keeps the device busy for a while."""
         is_large = self.device.type in (DeviceType.GPU, DeviceType.IGPU)
         return LARGE_BUSY if is_large and self.device.memory[0] > 1 << 31 else SMALL_BUSY
 

@@ -26,7 +26,7 @@ from ggmlb.testing.ops.record import Perf, cases, f32, main, on_main
 
 
 def conv_values(kernel: DType) -> Any:
-    """Return a range of mostly positive values, so that sums do not cancel if ggml rounds to f16."""
+    """Return a range of mostly positive values, so that sums do not cancel, for a `kernel` of this type."""
     return LOPSIDED if kernel is F32 else POSITIVE
 
 

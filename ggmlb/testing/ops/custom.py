@@ -36,22 +36,22 @@ def _drawn_mean(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne:
 
 
 def half_of_one(dst: Array, a: Array, ith: int, nth: int, ne: Extents) -> None:
-    """`a / 2`."""
+    """Write `a / 2` to `dst`, in rows `ith`, `ith + nth`, ..."""
     _drawn_mean(dst, (a,), ith, nth, ne)
 
 
 def half_of_two(dst: Array, a: Array, b: Array, ith: int, nth: int, ne: Extents) -> None:
-    """`a / 2 + b / 2`."""
+    """Write `a / 2 + b / 2` to `dst`, in rows `ith`, `ith + nth`, ..."""
     _drawn_mean(dst, (a, b), ith, nth, ne)
 
 
 def half_of_three(dst: Array, a: Array, b: Array, c: Array, ith: int, nth: int, ne: Extents) -> None:
-    """`a / 2 + b / 2 + c / 2`."""
+    """Write `a / 2 + b / 2 + c / 2` to `dst`, in rows `ith`, `ith + nth`, ..."""
     _drawn_mean(dst, (a, b, c), ith, nth, ne)
 
 
 def half_of_all(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
-    """Half of the sum of all operands."""
+    """Write half of the sum of the operands to `dst`, in rows `ith`, `ith + nth`, ..."""
     _drawn_mean(dst, operands, ith, nth, ne)
 
 

@@ -106,7 +106,7 @@ ROW: Final = 256
 
 
 def main(c: Context, dtype: DType, *ne: int) -> Tensor:
-    """A sample's main operand."""
+    """Create an op's main operand, of the tested type, for a sample node in context `c`."""
     return c.new_tensor(dtype, ne or (ROW, 4))
 
 
