@@ -154,7 +154,7 @@ class Buffer(Freeable):
     def get_tensor(
         self, tensor: Tensor, offset: int = 0, size: int | None = None, out: Bytes | None = None
     ) -> Bytes:
-        """Return a copy of raw bytes of a tensor.
+        """Read raw bytes of a tensor from `offset` on, into `out` if given; return them.
 
         Args:
             tensor: A tensor in this buffer.
@@ -234,7 +234,7 @@ class Buffer(Freeable):
         move("get_tensor_2d", False, self, tensor, data, pieces, self._get_tensor_2d)
 
     def cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
-        """Copy `src`, in any buffer, to `dst` in this one, if a direct copy is possible.
+        """Copy `src`, in any buffer, directly to `dst`, in this one, if possible; return whether it was.
 
         Returns:
             Whether it was done; if not, the caller copies through host memory.
@@ -247,7 +247,7 @@ class Buffer(Freeable):
         return self._cpy_tensor(src, dst)
 
     def tensor_copy(self, src: Tensor, dst: Tensor) -> None:
-        """Copy a tensor in this buffer; see `ggmlb.tensor_copy` (ggml_backend_tensor_copy)."""
+        """Copy `src` to `dst`, of the same layout, in any buffers (ggml_backend_tensor_copy)."""
         tensor_copy(src, dst)
 
     def init_tensor(self, tensor: Tensor) -> None:
@@ -307,7 +307,7 @@ class Buffer(Freeable):
         return self._as_array(tensor, tensor.dtype.numpy, shape, strides)
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """Wait for queued work; return `as_array(tensor)` for a protocol such as DLPack, named `call`."""
+        """Return `as_array(tensor)` once queued work is done, reported to observers as `call`."""
         if observers:
             return Action(call, None, [reading(tensor)]).run(self.as_array, tensor)
         return self.as_array(tensor)
@@ -408,7 +408,10 @@ class Buffer(Freeable):
     ) -> Any:
         if self.is_host:
             return np.ndarray(shape, dtype, self.base, tensor.offset, strides)
-        raise ArgumentError(f"as_array on {tensor.describe()}: {self.name} memory has no array library")
+        raise ArgumentError(
+            f"as_array on {tensor.describe()}: no array library can view {self.name} memory in place; "
+            "use to_numpy() for a copy"
+        )
 
     def _reset(self) -> None:
         """Undo `_init_tensor` for all tensors."""
@@ -470,7 +473,7 @@ class PartedBuffer(Buffer):
 
 
 class MultiBuffer(PartedBuffer):
-    """Several buffers of one type used as one, beyond `max_size`; each tensor is in one of them.
+    """Several buffers of one type used as one that is larger than `max_size`; each tensor is in one of them.
 
     Raises:
         ArgumentError: No parts were given.
