@@ -169,7 +169,7 @@ def save_gguf(
 def connect(
     address: str = "auto", devices: "Sequence[str] | None" = None, shared: "Sequence[str]" = ()
 ) -> "Cluster":
-    """Connect to a Ray cluster, and register the devices of its machines: `node0/CPU`, `node1/CUDA0`.
+    """Connect to a Ray cluster, and register its machines' devices, by names such as `node1/CUDA0`.
 
     Args:
         address: Of the cluster, as `ray.init` takes it: `"auto"` for the one that this machine belongs to,

@@ -148,7 +148,7 @@ def _fault(name: str, kind: Kind, value: Any) -> str:
 
 
 def named(words: str) -> Callable[[Class], Class]:
-    """Return a class decorator; arguments annotated with the class are checked, errors ask for `words`."""
+    """Return a class decorator; arguments annotated with it must be instances, or errors ask for `words`."""
 
     def register(cls: Class) -> Class:
         _NAMED[cls.__name__] = Kind(words, lambda value: isinstance(value, cls))

@@ -44,7 +44,7 @@ def append_gradients(
     accs: Mapping[Tensor, Tensor],
     needed: Collection[Tensor],
 ) -> None:
-    """Create the gradients of all tensors in `needed`, from the last node to the first; put them in `grads`.
+    """Create the gradients of tensors in `needed`, last node first; add to `grads`, or in place to `accs`.
 
     Args:
         ctx: Makes the nodes.

@@ -12,7 +12,9 @@ E = TypeVar("E", bound=Enum)
 
 
 def as_enum(call: str, kind: type[E], value: object) -> E:
-    """Parse `value`, a member of the enum `kind`, its name in any case, or ggml's number.
+    """Return a member of the enum `kind`, given itself, its name or its number; errors begin with `call`.
+
+    Names are taken in any case; numbers are ggml's.
 
     Every public argument and settable attribute that takes an enum is parsed here.
 

@@ -166,7 +166,7 @@ def kind_of(value: object) -> str:
 
 
 def shown(text: str) -> str:
-    r"""Escape the control characters of a text for a terminal: `"\x1b[31m"`.
+    r"""Replace control characters of a text by escapes such as `\x1b`, so that a terminal shows them.
 
     Line ends and tabs stay. Bidirectional controls and unencodable characters are escaped too.
     """

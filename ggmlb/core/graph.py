@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @arguments.named("a graph, as Graph().build_forward_expand(tensor) makes one")
 @arguments.checked_methods
 class Graph:
-    """A compute graph (ggml_cgraph): `nodes` in topological order, and the `leafs` that they read.
+    """A compute graph: nodes in topological order, and the leafs that they read (ggml_cgraph).
 
     Attributes:
         nodes: Tensors computed by an op (views included), each after its sources.
@@ -111,7 +111,7 @@ class Graph:
     # -- gradients -----------------------------------------------------------------------------
 
     def build_backward_expand(self, ctx: Context, grad_accs: Mapping[Tensor, Tensor] | None = None) -> Graph:
-        """Append the nodes that compute the gradients of the losses; return the graph itself.
+        """Append nodes for the gradients of the losses, added to `grad_accs` if given; return the graph.
 
         Losses and parameters are those of the graph's nodes marked by `set_loss` and `set_param`. Call
         `reset` once the graph is allocated, and before each computation from which gradients are to start
@@ -198,7 +198,7 @@ class Graph:
         return part
 
     def memory(self) -> set[Buffer | None]:
-        """Return the buffers of the graph's nodes and their sources, with `None` if one is in no buffer."""
+        """Return the buffers of the nodes and their sources as a set, which has `None` if any is unplaced."""
         return {t.buffer for node in self.nodes for t in (node, *node.src) if t is not None}
 
     def use_counts(self) -> Counter[Tensor]:

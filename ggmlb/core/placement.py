@@ -23,7 +23,7 @@ class PlacementClock:
         self.now = 0
 
     def tick(self) -> None:
-        """Count a change."""
+        """Advance the version, because a placement or an op parameter changed."""
         self.now += 1
 
 
@@ -31,7 +31,7 @@ placement_clock = PlacementClock()
 
 
 class Params(dict[str, Any]):
-    """An op's parameters by name; changes advance `placement_clock`, for plans to notice."""
+    """An op's parameters by name; a change advances `placement_clock`, a version that graph plans compare."""
 
     __slots__ = ()
 
@@ -88,7 +88,7 @@ Zeros = list[tuple[int, str, float]]
 
 
 def zeros_of(params: Iterable[Mapping[str, Any]]) -> Zeros:
-    """Return position, name and sign of each zero float, since 0.0 == -0.0."""
+    """Return the position, name and sign of each zero float in `params`, to tell 0.0 from -0.0."""
     return [
         (i, name, copysign(1.0, value))
         for i, each in enumerate(params)

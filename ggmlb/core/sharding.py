@@ -72,11 +72,11 @@ class SplitState(_Shards):
         return self.axis.is_dimension
 
     def extents(self) -> tuple[int, ...]:
-        """The extent of each device's slice along the axis, all segments together."""
+        """The extent of each device's slice along the axis: its parts of all segments (as of Q, K, V)."""
         return tuple(map(sum, zip(*self.segments, strict=True)))
 
     def moved(self, axis: int, times: int = 1, over: int = 1) -> SplitState:
-        """Return the state of a cut along `axis`, in the same segments, extents scaled by `times / over`.
+        """Return this cut moved to dimension `axis`, with each slice's extent multiplied by `times / over`.
 
         Raises:
             ArithmeticError: An extent is not divisible.
@@ -100,7 +100,7 @@ States = Sequence[SplitState]
 
 
 class ShardOutcome(NamedTuple):
-    """The required split states of operands, and that of the result.
+    """What a shard rule returns: the split states that it requires of operands, and that of the result.
 
     Attributes:
         result: The state of the result; PARTIAL if it must be summed over the devices.
@@ -120,7 +120,7 @@ def first_cut(states: States) -> SplitState:
 
 
 def matching_state(node: Tensor, state: SplitState, i: int) -> SplitState | None:
-    """Return how to split operand `i` for a result split by `state`; `None` if it repeats along the axis."""
+    """Return how to split operand `i` for a result split by `state`; `None` if it repeats along that axis."""
     src = node.src[i]
     if src is None or src.ne[state.axis] == 1 < node.ne[state.axis]:
         return MIRRORED

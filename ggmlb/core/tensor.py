@@ -177,7 +177,7 @@ class Tensor(Operators):
         return tuple([s for s in self.src if s is not None])
 
     def operand(self, i: int) -> Tensor:
-        """Return a required operand.
+        """Return operand `i`, which the op requires.
 
         Raises:
             GraphError: The operand is absent.
@@ -188,7 +188,7 @@ class Tensor(Operators):
         return found
 
     def optional(self, i: int) -> Tensor | None:
-        """Return an optional operand, or `None`."""
+        """Return operand `i`, which is optional; `None` if it is absent."""
         return self.src[i] if i < len(self.src) else None
 
     @property
@@ -248,7 +248,7 @@ class Tensor(Operators):
         return self.nb[0] > self.nb[1] or self.nb[1] > self.nb[2] or self.nb[2] > self.nb[3]
 
     def reading(self, src: tuple[Tensor | None, ...], view_src: Tensor | None) -> Tensor:
-        """Return a copy of this node with other operands, in the same memory; shares `params`."""
+        """Return a copy of this node with operands `src` and base `view_src`; memory, `params` are shared."""
         clone: Tensor = object.__new__(Tensor)
         clone.dtype = self.dtype
         clone.ne = self.ne

@@ -97,7 +97,7 @@ class Backend(Freeable):
 
     @property
     def streams(self) -> tuple[Backend, ...]:
-        """The streams that do its work: itself, or one for each device of a meta device."""
+        """The streams that do its work: itself or, if its device combines several, one on each of these."""
         return (self,)
 
     @property
@@ -203,7 +203,7 @@ class Backend(Freeable):
         offset: int = 0,
         size: int | None = None,
     ) -> None:
-        """Queue a write of raw bytes into a tensor.
+        """Queue a write of raw bytes, `size` or all of `data`, into a tensor from byte `offset` on.
 
         The backend keeps `data` alive; it must not be changed before `synchronize`.
 
@@ -241,7 +241,12 @@ class Backend(Freeable):
         stride_tensor: int,
         stride_data: int,
     ) -> None:
-        """Queue a write in strided pieces, as `Buffer.set_tensor_2d` (ggml_backend_tensor_set_2d_async)."""
+        """Queue a write of `n_copies` pieces of `size` bytes to places `stride_tensor` apart in a tensor.
+
+        In `data`, they are `stride_data` apart.
+
+        Source: ggml_backend_tensor_set_2d_async; see `Buffer.set_tensor_2d`.
+        """
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
         call = "set_tensor_2d_async"
         move(call, True, tensor.placed(call), tensor, data, pieces, self._set_tensor_2d_async, self)
@@ -256,7 +261,12 @@ class Backend(Freeable):
         stride_tensor: int,
         stride_data: int,
     ) -> None:
-        """Queue a read in strided pieces, as `Buffer.get_tensor_2d` (ggml_backend_tensor_get_2d_async)."""
+        """Queue a read of `n_copies` pieces of `size` bytes, `stride_tensor` apart in a tensor, into `data`.
+
+        In `data`, they are `stride_data` apart.
+
+        Source: ggml_backend_tensor_get_2d_async; see `Buffer.get_tensor_2d`.
+        """
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
         call = "get_tensor_2d_async"
         move(call, False, tensor.placed(call), tensor, data, pieces, self._get_tensor_2d_async, self)

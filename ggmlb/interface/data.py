@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
         return pieces
 
     def extent(self, stride: int) -> int:
-        """Return the bytes from first piece's start to last one's end, pieces `stride` bytes apart."""
+        """Return the bytes from the first piece's start to the last's end, pieces `stride` bytes apart."""
         return (self.n - 1) * stride + self.size if self.n else 0
 
     def starts(self) -> Iterator[int]:

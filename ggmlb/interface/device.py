@@ -83,7 +83,7 @@ class Device(Unique, ABC):
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the device may be chosen automatically; devices of other packages must be named."""
+        """Whether automatic choice may take the device: not if it is from outside ggmlb or `by_name_only`."""
         return type(self.reg).__module__.startswith("ggmlb.") and not self.by_name_only
 
     @property
@@ -188,7 +188,7 @@ class Device(Unique, ABC):
         )
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
-        """Use the memory of an array of the device's library, without a copy.
+        """Return a buffer over the memory of an array of the device's library, and the array's offset in it.
 
         Args:
             array: Of any library; kept alive by the buffer.

@@ -49,7 +49,7 @@ class HostBufferType(BufferType):
 
     @property
     def is_host(self) -> bool:
-        """True."""
+        """True, because NumPy reads and writes host memory."""
         return True
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:

@@ -34,7 +34,7 @@ def planned_memory() -> Iterator[None]:
 
 
 def is_planning() -> bool:
-    """Whether this thread is in `planned_memory`."""
+    """Whether this thread is in a `planned_memory` block, a dry run of allocation."""
     return _is_planning.get()
 
 
@@ -43,7 +43,7 @@ class PlannedBuffer(Buffer):
 
     @property
     def is_planned(self) -> bool:
-        """True."""
+        """True, because the buffer was made for a dry run (`planned_memory`)."""
         return True
 
     @property

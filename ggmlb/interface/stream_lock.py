@@ -82,7 +82,7 @@ class StreamLock:
 
     @contextmanager
     def worker(self) -> Iterator[None]:
-        """Context manager for a worker thread of the holder: re-entrant use raises there, too."""
+        """Context manager for a worker thread of the lock's holder: use of the backend raises there, too."""
         _thread.works_under = self
         try:
             yield

@@ -95,7 +95,9 @@ def move(
     stream: Backend | None = None,
     size: int | None = None,
 ) -> Bytes:
-    """Check a transfer between host memory `data` and a tensor, notify observers, and let `hook` move it.
+    """Check a transfer of host memory `data` to or from (`is_write`) a tensor at `at`, and let `hook` do it.
+
+    Observers are notified.
 
     Args:
         call: The public method.

@@ -46,7 +46,7 @@ def record(area: str, level: int, message: str, *args: object) -> None:
 
 @contextmanager
 def timed(area: str, level: int, message: str, *args: object) -> Iterator[None]:
-    """Context manager that logs `message` with the block's duration, or with the error that ended it."""
+    """Context manager that logs `message % args` and its body's duration or error, to the logger `area`."""
     start = perf_counter()
     try:
         yield

@@ -54,7 +54,7 @@ def checked_n_threads(n: int) -> int:
 
 
 def start_thread(name: str, work: Callable[..., object], *args: Any) -> Thread | None:
-    """Start a daemon thread; `None` if the system refuses."""
+    """Start a daemon thread that calls `work(*args)`; return it, or `None` if the system refuses."""
     thread = Thread(target=work, args=args, name=name, daemon=True)
     try:
         thread.start()

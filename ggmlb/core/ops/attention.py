@@ -118,7 +118,9 @@ class AttentionOps(OpBase):
         return add_sinks("flash_attn_ext_add_sinks", Op.FLASH_ATTN_EXT, a, sinks)
 
     def flash_attn_back(self, q: Tensor, k: Tensor, v: Tensor, d: Tensor, masked: bool) -> Tensor:
-        """Return the gradients of q, k, v in one row, given `d`, that of the result (ggml_flash_attn_back).
+        """Return gradients of q, k, v in one row from the result's, `d`; causal if `masked`.
+
+        Source: ggml_flash_attn_back.
 
         Args:
             q: ne `[n_embd, n_q, n_head, n_batch]`.

@@ -130,7 +130,7 @@ class OpBase:
 def checked(
     check: Callable[Concatenate[str, P], R], make: Callable[[S, R], Tensor], name: str, doc: str
 ) -> Callable[Concatenate[S, P], Tensor]:
-    """Create method `name`, docstring `doc`; it passes its arguments to `check`, the result to `make`.
+    """Return a method `name` with docstring `doc` that returns `make(self, check(name, *arguments))`.
 
     For methods that differ only in their node. `check` receives the method's name, for its errors.
     """

@@ -148,7 +148,7 @@ def is_padded_1d(a: Tensor) -> bool:
 def window_params(
     fn: str, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, inplace: bool
 ) -> dict[str, int | bool]:
-    """Return the params of an `acc` or `set` node after checking its window.
+    """Return the params of an `acc` or `set` node after checking its window (the part of `a` that it writes).
 
     Raises:
         ShapeError: The window is invalid (`window_fault`).
@@ -159,7 +159,7 @@ def window_params(
 
 
 def window_fault(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> str | None:
-    """Return why a window is no part of `a`, or overlaps itself; `None` if it is valid.
+    """Return why `b`, at `offset` with strides `nb1..nb3`, is no valid window of `a`; `None` if it is.
 
     `a` must be contiguous, as in ggml, so that a result of its shape has the same layout.
     """

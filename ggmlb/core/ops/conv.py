@@ -259,7 +259,9 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
         return self.reshape_4d(result, w, h, depth, oc * batch)
 
     def col2im_1d(self, a: Tensor, s0: int, oc: int, p0: int = 0) -> Tensor:
-        """Return the sum of overlapping columns: ne `[(T - 1) * s0 + K - 2 * p0, oc]` (ggml_col2im_1d).
+        """Add up `T` overlapping columns of `K` elements: ne `[(T - 1) * s0 + K - 2 * p0, oc]`.
+
+        Source: ggml_col2im_1d.
 
         Args:
             a: Contiguous f32, f16 or bf16, ne `[K * oc, T]`.

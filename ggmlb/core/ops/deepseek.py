@@ -55,7 +55,7 @@ class DeepSeekOps(OpBase):
         return self._op(Op.LIGHTNING_INDEXER, DType.F32, mask.ne, (q, k, weights, mask))
 
     def dsv4_hc_pre(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of the residual streams: f32, ne `[n, n_tokens]` (ggml_dsv4_hc_pre).
+        """Return the weighted sum of hyper-connection streams: f32, ne `[n, n_tokens]` (ggml_dsv4_hc_pre).
 
         Args:
             x: Streams, f32, ne `[n, hc, n_tokens]`.
@@ -70,7 +70,7 @@ class DeepSeekOps(OpBase):
         return self._op(Op.DSV4_HC_PRE, DType.F32, (n, n_tokens, 1, 1), (x, weights))
 
     def dsv4_hc_post(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        """Return the residual streams, mixed by `comb`, plus `x` weighted by `post` (ggml_dsv4_hc_post).
+        """Return hyper-connection streams: `residual` mixed by `comb`, plus `post * x` (ggml_dsv4_hc_post).
 
         Args:
             x: A block's result, f32, ne `[n, n_tokens]`.

@@ -1,4 +1,4 @@
-"""Recurrent layers: state space models, RWKV, gated linear attention and their triangular solve.
+"""Recurrent layers: state space models, RWKV, gated linear attention; the triangular solve that they use.
 
 GATED_LINEAR_ATTN has the param `scale`; SSM_SCAN and GATED_DELTA_NET have `k`, the number of state snapshots.
 The others have none. Results pack the outputs and the new states into one f32 tensor.
@@ -110,7 +110,9 @@ class RecurrentOps(OpBase):
     def rwkv_wkv7(
         self, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor
     ) -> Tensor:
-        """Return the RWKV-7 recurrence; operands and result as for `rwkv_wkv6` (ggml_rwkv_wkv7).
+        """Return the outputs and new states of the RWKV-7 recurrence, in one tensor (ggml_rwkv_wkv7).
+
+        Shapes of operands and result are those of `rwkv_wkv6`.
 
         Raises:
             ShapeError: The shapes do not fit, or an operand is not contiguous.
@@ -122,7 +124,9 @@ class RecurrentOps(OpBase):
     def gated_linear_attn(
         self, k: Tensor, v: Tensor, q: Tensor, g: Tensor, state: Tensor, scale: float
     ) -> Tensor:
-        """Return gated linear attention; operands and result as for `rwkv_wkv6` (ggml_gated_linear_attn).
+        """Return outputs and new states of gated linear attention, in one tensor (ggml_gated_linear_attn).
+
+        Shapes of operands and result are those of `rwkv_wkv6`.
 
         Raises:
             ShapeError: The shapes do not fit, or an operand is not contiguous.
@@ -177,7 +181,7 @@ class RecurrentOps(OpBase):
     def solve_tri(
         self, a: Tensor, b: Tensor, left: bool = True, lower: bool = True, uni: bool = False
     ) -> Tensor:
-        """Return `x` of `a x = b`, with `a` lower triangular: f32, the shape of `b` (ggml_solve_tri).
+        """Solve `a x = b` for `x`, `a` lower triangular; flags must be the defaults (ggml_solve_tri).
 
         Args:
             a: Contiguous f32, ne `[n, n, ...]`.

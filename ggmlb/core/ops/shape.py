@@ -141,7 +141,9 @@ class ShapeOps(OpBase):
     )
 
     def pad_reflect_1d(self, a: Tensor, p0: int, p1: int) -> Tensor:
-        """Return `a` with each row mirrored at both ends, without repeating the end (ggml_pad_reflect_1d).
+        """Return `a`, rows extended by `p0` elements before and `p1` after, mirrored (ggml_pad_reflect_1d).
+
+        The elements at the ends are not repeated.
 
         Raises:
             ArgumentError: A width is negative, or not less than the row length.

@@ -46,7 +46,7 @@ class TrainOps(OpBase):
         return self._op(Op.CROSS_ENTROPY_LOSS_BACK, b.dtype, b.ne, (a, b, c))
 
     def opt_step_adamw(self, a: Tensor, grad: Tensor, m: Tensor, v: Tensor, adamw_params: Tensor) -> Tensor:
-        """Take a step of AdamW: change the weights `a` and the moments `m`, `v` in place.
+        """Take an AdamW step in place on weights `a` and moments `m`, `v`; `adamw_params` are seven f32.
 
         Source: ggml_opt_step_adamw.
 
@@ -74,7 +74,7 @@ class TrainOps(OpBase):
         return self._op_into(Op.OPT_STEP_ADAMW, a, (a, grad, m, v, adamw_params))
 
     def opt_step_sgd(self, a: Tensor, grad: Tensor, sgd_params: Tensor) -> Tensor:
-        """Take a step of gradient descent with weight decay: change `a` in place (ggml_opt_step_sgd).
+        """Take an SGD step in place on weights `a`; `sgd_params`: rate, weight decay (ggml_opt_step_sgd).
 
         Args:
             a: Weights, marked by `set_param`.

@@ -47,12 +47,12 @@ class Codec:
 
 
 def runs(k: int, width: int) -> tuple[str, int]:
-    """Return the type, for `layout`, of a block's field of `k` byte strings of `width` packed bytes."""
+    """Return the `(type, count)` that `layout` takes for a field: `k` strings of `width` bytes."""
     return f"V{width}", k
 
 
 def layout(**fields: str | tuple[str, int]) -> np.dtype[Any]:
-    """Return a packed structured dtype of a block's fields, scalar types or `(type, count)` of arrays."""
+    """Return a block's structured dtype, unpadded; each field is a type or, for an array, `(type, count)`."""
     return np.dtype(
         [
             (name, spec) if isinstance(spec, str) else (name, spec[0], (spec[1],))

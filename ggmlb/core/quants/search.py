@@ -24,7 +24,7 @@ TINY = np.float32(1e-15)
 
 
 def per_run(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Insert axis 1, so that values `(n_runs, n_blocks)`, one per run, broadcast over each run's elements."""
+    """Insert axis 1: values `(n_runs, n_blocks)` broadcast over each run (elements that share a scale)."""
     return values[:, None]
 
 
@@ -37,7 +37,9 @@ def rounded(columns: Floats, least: int, most: int) -> Floats:
 def fit_affine(
     x: Floats, weights: Floats, most: int, first: float, step: float, n_steps: int, *, absolute: bool = False
 ) -> tuple[Floats, Floats, Floats]:
-    """Fit `x = code * scale - minimum` with codes 0 to `most` and `minimum >= 0` (make_qkx2_quants).
+    """Fit `x = code * scale - minimum`, codes 0 to `most`, trying `n_steps + 1` scales (make_qkx2_quants).
+
+    No minimum is negative.
 
     Args:
         x: The values.

@@ -266,7 +266,7 @@ def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
 
 
 def at(where: str | os.PathLike[str]) -> Candidate:
-    """Return the candidate at a path, or of a module name with or without `:factory`.
+    """Return the backend `where`: a path, `module` or `module:factory` (a function), not yet imported.
 
     Text with a path separator or the ending `.py` is a path.
 

@@ -53,7 +53,7 @@ class Unavailable(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A backend in use; `target` is that of its `Candidate`, empty if it was registered directly."""
+    """A backend in use; `target` is its module or path, empty if it was passed to `register`."""
 
     reg: BackendReg
     devices: tuple[Device, ...]
@@ -188,7 +188,7 @@ class Registry:
             return self.regs()
 
     def load_all_from_path(self, folder: str | os.PathLike[str]) -> list[BackendReg]:
-        """Load the backends in a folder; of each name the variant with the highest score.
+        """Load a folder's backends; of each name the variant of highest `score()` (fitness for this machine).
 
         Returns:
             The loaded backends; the others are in `unavailable()`.
@@ -209,7 +209,7 @@ class Registry:
     # -- looking up ----------------------------------------------------------------------------
 
     def regs(self) -> list[BackendReg]:
-        """Return all usable backends, by descending `priority` (ggml_backend_reg_count, _get)."""
+        """Return all usable backends, highest `BackendReg.priority` first (ggml_backend_reg_count, _get)."""
         with self._lock:
             self._open_all()
             return self._usable_regs()
@@ -228,7 +228,9 @@ class Registry:
             return found or self._no_such("backend", name, [reg.name for reg in self.regs()])
 
     def devices(self) -> DeviceList:
-        """Return all devices: GPUs, accelerators, CPUs; within a type, proven backends first, by priority.
+        """Return all devices: first GPUs, then accelerators, then CPUs; within a type by backends' priority.
+
+        Devices of other packages, and of backends marked `unproven`, come last within a type.
 
         Source: ggml_backend_dev_count, ggml_backend_dev_get.
         """
@@ -311,7 +313,7 @@ class Registry:
         return _opened(self.device_by_type(type), params)
 
     def init_best(self) -> Backend:
-        """Open a stream on the best device: the first that opens of GPUs, integrated GPUs and CPUs.
+        """Open a stream on the best device: GPUs are tried first, then integrated GPUs, then CPUs.
 
         As in ggml, accelerators (ACCEL, such as a CPU driven through OpenCL) are not chosen, since they
         work beside a CPU; nor are devices of other packages. Request one by name.
