@@ -139,7 +139,7 @@ class BertConfig:
         return prefix
 
     def embedding_sources(self, prefix: str) -> dict[str, Source]:
-        """Return the tensors of the file for each embedding weight; `prefix` begins the tensors' names."""
+        """Return the file's tensors that make each embedding weight; `prefix` begins the tensors' names."""
         n = self.n_embd
         return {
             "tokens": _matrix(n, self.n_vocab, prefix + "embeddings.word_embeddings")._replace(
@@ -173,7 +173,7 @@ class BertConfig:
         return SplitState(SplitAxis(axis), (split_evenly(n, n_devices, size),) * n_parts)
 
     def layer_sources(self, prefix: str, layer: int) -> dict[str, Source]:
-        """Return the tensors of the file for each weight of a layer; `prefix` begins the tensors' names."""
+        """Return the file's tensors that make each weight of `layer`; `prefix` begins the tensors' names."""
         n = self.n_embd
         at = f"{prefix}encoder.layer.{layer}."
         here = f"layer.{layer}."
@@ -270,7 +270,7 @@ class BertGraph:
         return self._ctx.set_input(self._ctx.new_tensor(dtype, ne, name))
 
     def set_inputs(self, sequences: Sequence[Tokens]) -> None:
-        """Write token ids, masks and pooling weights of `n_batch` sequences of at most `n_tokens` each."""
+        """Write the token ids of `sequences` (padded), their masks and pooling weights into the inputs."""
         ids = np.zeros((self._n_batch, self._n_tokens), np.int32)
         mask = np.zeros(self.mask.ne[::-1], np.float32)
         pool = np.zeros(ids.shape, np.float32)

@@ -87,7 +87,7 @@ SPLIT = "_Split"
 
 
 def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> list[str]:
-    """Return a model's devices, highest priority first, by `devices`, else by `named`, else by default.
+    """Return a model's devices by priority: `devices`, else `named` (where layers are requested), or default.
 
     Args:
         devices: The requested devices; by default those of `ggmlb.default_devices`, else the first GPU,
@@ -142,7 +142,7 @@ def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> 
 def resolved_overrides(
     overrides: Mapping[str, str | BufferType] | None, backends: Mapping[str, Backend]
 ) -> dict[str, str | BufferType]:
-    """Check the devices requested for single tensors; turn `<device>_Split` into its split buffer type.
+    """Check the devices requested for single tensors; make `<device>_Split` a buffer type that splits rows.
 
     Args:
         overrides: Device or buffer type by regular expression. `"CUDA0_Split"` splits the rows of matrices

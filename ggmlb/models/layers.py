@@ -53,7 +53,7 @@ def assign_layers(
 
 
 def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, str]:
-    """Describe the parts of the model on each device in words, such as `"layers 0-2,5, the output"`."""
+    """Say in words what each of `devices` holds (`"layers 0-2,5, the output"`); `homes`: device by part."""
     found = {}
     for device in devices:
         parts = [part for part, home in homes.items() if home == device]

@@ -120,7 +120,7 @@ class Extent(NamedTuple):
 def failing(
     what: str, *kinds: type[BaseException], cure: str = "copy or download it again"
 ) -> Iterator[None]:
-    """Context manager: turn exceptions of `kinds` into the ModelError "`what`: reason; `cure`".
+    """Context manager: turn exceptions (of `kinds`, if given) into the ModelError "`what`: reason; `cure`".
 
     Without kinds: all exceptions, and panics of Rust libraries, which do not derive from `Exception`.
     """

@@ -83,7 +83,7 @@ def measured_rates(device: Device, dtype: DType, shape: tuple[int, int]) -> Rate
 def rates_of(
     devices: Iterable[Device], weights: tuple[DType, tuple[int, int]], declared: Mapping[str, float]
 ) -> dict[Device, Rates]:
-    """Return the measured rates of devices; `declared` replaces the read bandwidths of those it names.
+    """Return devices' rates, measured with `weights` (type, shape); bandwidths in `declared` count instead.
 
     Args:
         devices: The devices.

@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 def plan_batches(
     lengths: Sequence[int], most: int, n_max: int, planned: Collection[Shape] = ()
 ) -> list[Batch]:
-    """Group texts into batches of least cost (padding, and graphs of shapes that are not yet in `planned`).
+    """Group texts by length in batches of at most `most`, of least cost (padding, graphs not yet `planned`).
 
     Texts are sorted by length and cut into runs by dynamic programming: the least cost of the first `i`
     texts is that of the first `i - k` plus a batch of the next `k`, minimised over `k`.

@@ -140,7 +140,7 @@ class Weights:
             self._file.check_unchanged()
 
     def error_in_values(self, found: str) -> ModelError:
-        """Return (not raise) the ModelError for a result `found` with 0 or NaN; names a weight with NaN."""
+        """Return (not raise) the ModelError that `found` (a result's name) is bad; names a NaN weight."""
         if (name := self.not_finite()) is not None:
             return ModelError(
                 f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "

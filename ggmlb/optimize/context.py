@@ -50,7 +50,7 @@ class LossType(IntEnum):
 
     @classmethod
     def parse(cls, given: LossType | int | str) -> LossType:
-        """Return the loss of a number or a name, in any case.
+        """Return the loss type with a number, or with a name in upper or lower case.
 
         Raises:
             ArgumentError: There is no such loss.
@@ -269,7 +269,7 @@ class OptContext(Unique, Closeable):
                 moment.memset(0)
 
     def alloc(self, backward: bool = True) -> None:
-        """Place the training graph, or if not `backward` the forward graph, to set inputs (ggml_opt_alloc).
+        """Allocate the training graph (forward graph if not `backward`); set inputs next (ggml_opt_alloc).
 
         Raises:
             AllocationError: A device lacks room.

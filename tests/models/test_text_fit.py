@@ -244,7 +244,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(models: Callable[.
             "the override 'exps' matches no tensor; see the names by ggmlb show",
         ),
         ({"overrides": {"(": "CPU"}}, r"the override '\(' is not a regular expression"),
-        ({"layers": -1}, "layers is -1; give a number of last layers, 0 or more, or layers by device"),
+        (
+            {"layers": -1},
+            "layers is -1; give how many of the last layers to put on the first device, 0 or more, or a",
+        ),
         ({"layers": "rows"}, "strategy 'rows': it is not one of best, layer, .*; did you mean 'row'"),
     ],
 )

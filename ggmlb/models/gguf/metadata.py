@@ -93,7 +93,7 @@ def quoted(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a message: the most similar of the first `known` names (in bounded time)."""
+    """Return a hint for a message: the name most like `name` among the first of `known` (to bound time)."""
     fit = (k for k in known if len(k) <= MAX_SHOWN and k.isprintable())
     return did_you_mean(name[:MAX_SHOWN], islice(fit, MAX_COMPARED))
 

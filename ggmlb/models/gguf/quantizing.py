@@ -166,7 +166,7 @@ def _writable(dtype: DType | str) -> DType:
 
 
 def plan_types(source: GgufFile, to: Mixture, rules: Mapping[str, DType], pure: bool = False) -> list[Change]:
-    """Choose the new type of each tensor: the mixture `to`, changed by `rules` and `pure` (`quantize_gguf`).
+    """Choose each tensor's new type: by `rules` (by name), else the mixture `to` (if `pure`, its main type).
 
     Raises:
         ArgumentError: A rule is no regular expression, or matches no tensor.

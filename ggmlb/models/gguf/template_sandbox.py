@@ -126,7 +126,7 @@ def why(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer the requests on stdin; a request that takes too long ends the process."""
+    """Render templates for requests on stdin (JSON lines); one that takes too long ends the process."""
     if sys.platform == "linux":
         import resource as rlimits
 

@@ -101,7 +101,7 @@ class Replacements:
         self._texts = raw[4 + nbytes :]
 
     def apply(self, text: str) -> str:
-        """Return a text with its characters replaced.
+        """Return a text normalised by the rules: the longest match at each place is replaced.
 
         Raises:
             ModelError: The replacements are damaged.

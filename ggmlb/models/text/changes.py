@@ -47,7 +47,10 @@ class Changes:
 
     @property
     def key(self) -> Hashable:
-        """Steered layers, active adapters and the layer to resume after, as a part of graphs' cache keys."""
+        """Part of a graph's cache key: steered layers, active adapters, the layer after which it starts.
+
+        A graph that starts after a layer has that layer's output as an input (`resuming`).
+        """
         if not (self.steered or self.adapters or self.resumed):
             return None  # fast path of each step
         return tuple(sorted(self.steered)), self.active, self.resumed and self.resumed[0]

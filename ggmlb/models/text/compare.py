@@ -146,7 +146,7 @@ class Differences:
 def node_differences(
     reference: Engine, other: Engine, tokens: Sequence[int], limit: float
 ) -> list[NodeDifference]:
-    """Compare nodes of two models in order; stop after the layers with the first NMSE above `limit`."""
+    """Compare nodes of two models in order; stop after the group of layers where an NMSE is above `limit`."""
     found: list[NodeDifference] = []
     for names in groups(reference.decoder.names()):
         values = [_sorted(traced(engine, tokens, names)) for engine in (reference, other)]
@@ -186,7 +186,17 @@ def token_difference(
     text_of: Callable[[int], str],
     n_layer: int,
 ) -> TokenDifference:
-    """Find the layer that makes two models choose different tokens (`chosen`) after the same `tokens`."""
+    """Find the first layer whose output from `reference` makes `other` choose the reference's next token.
+
+    Args:
+        reference: The model whose hidden states are right.
+        other: The model that chooses another token.
+        tokens: The prompt, and the tokens that both models generated after it.
+        chosen: The next token of each model, the reference's first.
+        place: Number of tokens that both models generated.
+        text_of: Returns the text of a token.
+        n_layer: Layers of each model.
+    """
     names = [f"blk.{i}.out" for i in range(n_layer)]
     states = traced(reference, tokens, names)
 

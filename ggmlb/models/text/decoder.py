@@ -102,7 +102,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         return None if self._runs.last is None else self._runs.scheduler
 
     def device_of(self, name: str) -> str:
-        """Return the name of the device that computed a node of the last batch."""
+        """Return the name of the device that computed the node `name` of the last batch."""
         last = self._runs.last
         found = None if last is None else self._runs.scheduler.get_tensor_backend(last.named[name].tensor)
         return "an unknown device" if found is None else found.name

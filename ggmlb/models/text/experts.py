@@ -44,7 +44,7 @@ class Slots:
         self._whole = whole
 
     def load(self, experts: npt.NDArray[np.int32]) -> int:
-        """Copy those of these distinct experts that no slot holds into slots; return the number copied."""
+        """Copy into slots those of the distinct `experts` that no slot holds; return the number copied."""
         self.uses *= 0.5 ** (1 / HALF_LIFE)
         self.uses[experts] += 1
         missing = experts[self.slot[experts] < 0]

@@ -74,7 +74,7 @@ class Generation:
 
 
 class Request:
-    """A sequence in generation: its tokens, its options, and its result so far.
+    """A sequence that is being generated: its tokens, its options, and its result so far.
 
     Args:
         sequence: Its number in the cache.

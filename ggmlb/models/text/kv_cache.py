@@ -212,7 +212,7 @@ class KvCache(SequenceCache):
                 del self._rows[key]
 
     def row(self, sequence: int, position: int, window: int) -> memoryview:
-        """Return the attention mask of a sequence's last token over all cells, as bytes; see `mask`."""
+        """Return a last token's attention mask over all cells as bytes; `window`: tokens it sees (0: all)."""
         row = self._rows.get((sequence, window))
         if row is None or row.position != position:
             token = np.array([sequence], np.int32), np.array([position], np.int32)

@@ -116,7 +116,7 @@ class LoadedModel:
         return MemoryTable({"weights": self.weights.spaces, "adapters": adapters, **spaces})
 
     def load_adapter(self, source: FactorSource, scale: float = 1.0) -> Adapter:
-        """Load an adapter with strength `scale`, and reserve compute memory for all loaded adapters.
+        """Load the adapter `source` with strength `scale`; reserve compute memory for all loaded adapters.
 
         Raises:
             Error: As `TextModel.load_adapter`; it is not loaded then.

@@ -170,7 +170,7 @@ class Planner:
 
     @property
     def is_open(self) -> bool:
-        """Whether the planner chooses layers' devices: none requested, and several memories or limits."""
+        """Whether the planner chooses the layers' devices: no request, and device memory or limits exist."""
         is_requested = self.requested.layers is not None and not isinstance(self.requested.layers, str)
         return not is_requested and bool(self.requested.limits or set(self.free) - {HOST})
 
@@ -179,7 +179,7 @@ class Planner:
     def forecast(
         self, placement: ResolvedPlacement, adapters: Iterable[tuple[FactorSource, bool]] | None = None
     ) -> MemoryTable:
-        """Predict the bytes that a placement takes on each device, with `adapters` loaded and closed in turn.
+        """Predict a placement's bytes on each device, after `adapters` are loaded or closed in this order.
 
         Args:
             placement: The device of each part.
@@ -199,7 +199,7 @@ class Planner:
     def costs(
         self, placement: ResolvedPlacement, rates: Mapping[Device, Rates] = MappingProxyType({})
     ) -> dict[str, Cost]:
-        """Return the cost of one token (bytes, nodes) on each device; with `rates` of all, also times."""
+        """Return the cost of one token on each device: bytes, nodes; given `rates` of all devices, time."""
         with self._planned(placement) as model:
             return dict(zip(self.backends, model.decoder.costs(rates), strict=True))
 
@@ -222,7 +222,13 @@ class Planner:
     def over(
         self, resources: ExitStack, names: Sequence[str], requested: Placement, order: Sequence[str] = ()
     ) -> Planner:
-        """Return a planner of this model for the devices `names`; `resources`, an exit stack, closes them.
+        """Return a planner of this model over other devices, `names`; `resources` (exit stack) closes them.
+
+        Args:
+            resources: Closes the devices.
+            names: The devices, highest priority first.
+            requested: The requested placement.
+            order: Devices in the order in which they are filled, if not that of their priority.
 
         Raises:
             ArgumentError: Different devices share layers with experts; or as `Planner`.
@@ -231,7 +237,7 @@ class Planner:
         return _planner_over(resources, self.layout, names, self.params, requested, order)
 
     def lacks(self, table: MemoryTable, is_strict: bool = True) -> dict[str, int]:
-        """Return the bytes lacking on each device; `is_strict` counts host memory even without a limit.
+        """Return the bytes that each device lacks for `table` (memory needed); `is_strict`: host memory too.
 
         Args:
             table: The memory of a placement.
@@ -552,7 +558,8 @@ def _by_device(
         return layers
     if layers < 0:
         raise ArgumentError(
-            f"layers is {layers}; give a number of last layers, 0 or more, or layers by device"
+            f"layers is {layers}; give how many of the last layers to put on the first device, 0 or more, "
+            'or a mapping such as {"CUDA0": "0-9"}'
         )
     if len(names) == 1:
         return None

@@ -14,7 +14,7 @@ MIRRORED = SplitState(SplitAxis.MIRRORED)
 
 
 class Shards:
-    """Split states of a model's weights and KV cache over a meta device (tensor parallelism).
+    """Split states (how a meta device's devices share each tensor) of a model's weights and KV cache.
 
     Each device has whole heads, with their part of the KV cache, and a slice of the feed-forward part and of
     the vocabulary. A layer therefore needs two sums over the devices: after the last products of attention

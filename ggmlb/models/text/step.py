@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NamedNode(NamedTuple):
-    """A node that has a name.
+    """A named node of a graph, with the shape of its values for one token.
 
     Attributes:
         tensor: The node; tokens are its outermost dimension.
@@ -106,7 +106,7 @@ class StepGraph:
         return view
 
     def set_changes(self, changes: Changes, positions: npt.NDArray[np.int32] | list[int]) -> None:
-        """Write the steering vectors, adapter scales and hidden states that are inputs of the graph.
+        """Write steering vectors, adapter scales and hidden states (of `positions`) into the graph's inputs.
 
         Args:
             changes: Their values.

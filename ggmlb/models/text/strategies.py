@@ -91,7 +91,7 @@ class StrategyPlanner:
         return len(self._planner.free) > 1 and self._planner.is_open
 
     def planned(self) -> list[ParallelStrategy]:
-        """Return all strategies, planned, or only `layer` (whole layers) if there is no choice.
+        """Plan and return all strategies; without a choice (`has_choice`) only `layer` (whole layers).
 
         Raises:
             AllocationError: A device lacks room to measure it.
