@@ -94,7 +94,7 @@ def encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int
         numbers = {name: x for name, x in node.params.items() if isinstance(x, (int, float))}
         wide = ", ".join(f"{name} = {x}" for name, x in numbers.items() if not _fits(x))
         wide = wide or str(dict(node.params))
-        raise ArgumentError(f"{node.op}: ggml's op_params have 32 bits, too few for {wide}") from None
+        raise ArgumentError(f"{node.op}: each of ggml's op_params has 32 bits; {wide} does not fit") from None
 
 
 def _fits(x: float) -> bool:
