@@ -39,7 +39,7 @@ class RepackedBufferType(BufferType):
         return is_packed(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the order in which a tensor is stored: `_x16` for strips of 16 rows, else empty."""
+        """Name of the tensor's storage order, `_x16` for strips of 16 interleaved rows, else empty."""
         return IN_STRIPS if is_packed(tensor.view_src or tensor) else ""
 
     def declines(self, node: Tensor) -> str | None:

@@ -417,7 +417,7 @@ class Emitter:
 
     @contextmanager
     def loop(self, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
-        """Emit the block as the body of `for i in range(start, stop, step)`; yields `i`."""
+        """Context manager: code in its body runs for `i` in `range(start, stop, step)`; yields `i`."""
         first = start if isinstance(start, Value) else self.i64(int(start))
         last = stop if isinstance(stop, Value) else self.i64(int(stop))
         head = self.build.append_basic_block("head")
@@ -438,7 +438,7 @@ class Emitter:
 
     @contextmanager
     def while_(self) -> Iterator[tuple[Any, Any]]:
-        """Emit the block as an endless loop; yields the basic blocks to continue and to leave it."""
+        """Context manager: code in its body loops; yields the basic blocks to continue and to leave it."""
         head = self.build.append_basic_block("again")
         after = self.build.append_basic_block("done")
         self.build.branch(head)
@@ -450,7 +450,7 @@ class Emitter:
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        """Emit the block as the body of an `if`."""
+        """Context manager: code in its body runs only if the condition is true."""
         with self.build.if_then(condition.raw):
             yield
 

@@ -43,16 +43,16 @@ class Dot:
         self.lanes = lanes
 
     def start(self, x: Value, offset: int | None) -> Value:
-        """Return the initial accumulator: minus the codes' unsigned shift times sums of signed bytes `x`."""
+        """Return the initial accumulator: minus the shift that makes codes unsigned, times sums of `x`."""
         k, zero = self.k, self.k.const(vec(I32, self.lanes), 0)
         if shift := self._shift(offset):
             return zero - self._unsigned(zero, k.const(x.type, shift), x)
         return zero
 
     def start_from(self, count: Value, offset: int | None) -> Value:
-        """Return the initial accumulator, the same in all lanes: `count` if codes are unsigned, else 0.
+        """Return the initial accumulator, which is `count` in all lanes if codes become unsigned, else 0.
 
-        `count` is -128 times the sum of the signed bytes.
+        `count` is -128 times the sum of the signed bytes, as 128 is added to signed codes.
         """
         if shift := self._shift(offset):
             assert shift == 128
@@ -82,7 +82,7 @@ class Dot:
         counts: Sequence[Value] = (),
         start: Value | None = None,
     ) -> DotSum:
-        """Return a `DotSum` for weights `scale * (code - offset)` with `abs(code - offset) <= most`."""
+        """Return a `DotSum` (accumulator) for weights `scale * (code - offset)`, with these parameters."""
         return DotSum(self, offset, most, scale, counts, start)
 
     def pairs(self, a: Value, b: Value) -> Value:
@@ -235,10 +235,10 @@ class DotSum:
 def add_words(
     groups: Sequence[Sequence[DotSum]], n: int, read: Callable[[Value], tuple[list[Value], list[Value]]]
 ) -> None:
-    """Add `n` times four products to each lane of `groups[row][column]`; `read(i)` loads the operands.
+    """Add dot products of `n` words (four bytes) per lane to `groups[row][column]`; `read(i)` loads word `i`.
 
-    It returns the codes of all rows and the signed bytes of all columns. With 16-bit sums it is called in a
-    loop: unrolled, LLVM would fill the registers with loaded codes and spill the accumulators.
+    `read` returns the codes of all rows and the signed bytes of all columns. With 16-bit sums it is called
+    in a loop: unrolled, LLVM would fill the registers with loaded codes and spill the accumulators.
     """
     every = [(r, c, group) for r, row in enumerate(groups) for c, group in enumerate(row)]
     k, at_once = every[0][2].dot.k, every[0][2].at_once

@@ -208,7 +208,7 @@ def counts(k: Emitter, n: int, size: int, group: Value, x: QuantRow) -> list[Val
 def begin(
     dot: Dot, size: int, offset: int | None, most: int, group: Value, x: QuantRow, scale: Value | None = None
 ) -> DotSum:
-    """Return a `DotSum` for weight codes (`offset`, `most`, `scale`) and activation group number `group`."""
+    """Return a `DotSum` (accumulator) for weight codes times group number `group` (`size` codes) of `x`."""
     k = dot.k
     if x.high is None:
         return dot.group(offset, most, scale, counts(k, dot.lanes, size, group, x))

@@ -25,7 +25,7 @@ _SUMS, _CODES, _WEIGHTS = range(3)
 
 @contextmanager
 def tiles(k: Emitter, n_rows: int, depth: int) -> Iterator[None]:
-    """Emit the block with AMX tiles configured for `n_rows` rows of activations of `depth` bytes."""
+    """Context manager: AMX tiles are configured for `n_rows` rows of activations of `depth` bytes."""
     shapes = {_SUMS: (n_rows, ROW_NBYTES), _CODES: (n_rows, depth), _WEIGHTS: (depth // 4, ROW_NBYTES)}
     config = [0] * 64
     config[0] = 1
@@ -40,7 +40,7 @@ def tiles(k: Emitter, n_rows: int, depth: int) -> Iterator[None]:
 
 
 def product(k: Emitter, rows: Value, step: Value, weights: Value, unsigned: bool, to: Value) -> None:
-    """Multiply rows of int8 activations, `step` bytes apart, by a tile of weight codes; write sums to `to`.
+    """Multiply int8 rows, `step` bytes apart, by a tile of weight codes, signed or `unsigned`; write to `to`.
 
     The sums at `to` are `ROW_NBYTES` per row of activations: an int32 per row of the weight.
     """

@@ -90,7 +90,7 @@ def block_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> C
 
 
 def codes_reader(k: Emitter, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
-    """Return a function of `i` that loads `code - offset` of elements `i` to `i + n - 1` of a block."""
+    """Return a `read(i)` that loads `code - offset` of elements `i` to `i + n - 1` of block `number`."""
     form = FORMATS[dtype]
     block = row + number * form.nbytes
     if dtype == "q8_0":
@@ -179,7 +179,7 @@ class KeyRange:
 
 @contextmanager
 def units(k: Emitter, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, KeyRange]]:
-    """Emit the block as a loop over the chunk's units of work; with `split`, over parts of their keys."""
+    """Context manager: loop over the chunk's units of work (some queries, with parts of keys if `split`)."""
     n_parts, parts = k.ints(2) if split else (k.i64(1), None)
     n = n_units_of(p, n_rows) * n_parts
     with k.loop(n * k.chunk // k.n_chunks, n * (k.chunk + 1) // k.n_chunks) as index:
@@ -208,7 +208,7 @@ class Softmax:
         return cls(k, record + d_v * 4, record + (d_v + 1) * 4, record)
 
     def begin(self, d_v: int, width: int) -> None:
-        """Initialise the state before the first key: `d_v` sums, in vectors of `width` lanes."""
+        """Initialise the state before the first key, with `d_v` sums in vectors of `width` lanes."""
         k = self.k
         k.store(k.const(F32, float("-inf")), self.maximum)
         k.store(k.const(F32, 0), self.total)
@@ -216,7 +216,7 @@ class Softmax:
             k.store(k.const(vec(F32, width), 0), self.values + i * 4)
 
     def rescale(self, row_max: Value, d_v: int, width: int) -> Value:
-        """Update the maximum by `row_max`; rescale sum and values; return the maximum to subtract."""
+        """Raise the maximum to `row_max`; rescale sum and values; return what to subtract from logits."""
         k = self.k
         before = k.load(F32, self.maximum)
         after = k.maximum(before, row_max)

@@ -21,7 +21,7 @@ _ROUND = 12582912.0
 
 
 def greatest_divisor(n: int, most: int) -> int:
-    """The greatest divisor of `n` that is at most `most` (at least 1)."""
+    """The greatest divisor of `n` that does not exceed `most`; 1 if `most` is below 1."""
     return max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, most))
 
 
@@ -155,7 +155,7 @@ def add_values(
     k: Emitter, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
     to: Sequence[Value], n_sums: int, prefetch: Callable[[Value, Value], None],
 ) -> None:  # fmt: skip
-    """Add `count` rows of quantised values, times soft max weights, to each query's sums.
+    """Add `count` rows of quantised values (`row(i)`: address), times soft max `weights`, to sums at `to`.
 
     Args:
         k: The emitted kernel.

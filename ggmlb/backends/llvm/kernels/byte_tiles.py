@@ -1,4 +1,7 @@
-"""Products of quantised weights with many rows of quantised activations, by packed tiles; see `tiles`."""
+"""Products of quantised weights with many rows of quantised activations, by packed tiles of the weight.
+
+What tiles are, and what both kinds share, is in `tiles`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ PASS = 0.35
 
 
 def columns(level: Level, dtype: str, n: int) -> int:
-    """Return the number of rows of activations per pass over a tile, for `n` rows in all.
+    """Return how many of `n` rows of activations are multiplied at once by a packed tile of weights.
 
     The last pass computes padding rows, which may cost more than another pass.
     """
@@ -33,10 +36,10 @@ def columns(level: Level, dtype: str, n: int) -> int:
 
 
 def rows_together(level: Level, dtype: str) -> int:
-    """Return the least number of rows of activations per packing of the weight, even beyond the L1 cache.
+    """Return the least number of rows in a panel of activations; for each the weight is packed again.
 
-    For each panel the weight is packed again. Vector code reads activations slowly enough for the L2 cache;
-    AMX reads several times as fast.
+    A panel of so few rows may exceed the L1 cache. Vector code reads activations slowly enough for the L2
+    cache; AMX reads several times as fast.
     """
     return 2 * amx.ROWS if _in_registers(level, dtype) else 128
 
@@ -195,7 +198,7 @@ def _unpack_strip(
 def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply a quantised weight by many rows of activations, `n_columns` at a time.
+    """Multiply a quantised weight by many rows of activations, `n_columns` at a time, and apply `epilogue`.
 
     Arguments: `matvec.ARGS`, scratch and its size per thread, the epilogue's. `n_columns`: from `columns`.
     """
@@ -203,7 +206,7 @@ def many(
 
 
 def many_experts(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
-    """Multiply quantised matrices of experts by activations (mul_mat_id); see `matvec.ExpertChunk`."""
+    """Multiply experts' quantised matrices by activations of the tokens that selected them (mul_mat_id)."""
     chunk = ExpertChunk(k, tile_rows(k.level, dtype, of_experts=True))
     _tiles(k, dtype, is_interleaved, _columns_at_once(k.level), chunk, Epilogue())
 

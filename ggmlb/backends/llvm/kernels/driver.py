@@ -39,7 +39,7 @@ POLLS_BEFORE_HELP, SPINS_BEFORE_YIELD = 64, 4096
 
 
 def control_words(n_threads: int) -> int:
-    """Size of the control block for `n_threads` threads, in words of 8 bytes."""
+    """Size of the control block (state that threads share) for `n_threads` threads, in words of 8 bytes."""
     return WORDS + n_threads * THREAD_WORDS
 
 

@@ -149,7 +149,7 @@ FUNCTIONS: dict[str, Function] = {
 def elementwise(
     k: Emitter, name: str, n_params: int, dtypes: Sequence[str], one_per_row: bool, past_caches: bool
 ) -> None:
-    """Apply the element-wise function `name`.
+    """Apply the element-wise function `name`; `one_per_row`: the last operand has one element per row.
 
     Arguments: its parameters, then `row_loop`'s for result and operands.
 

@@ -29,7 +29,7 @@ LINE_NBYTES = 64
 
 
 def suits(level: Level, k: int, m: int, n: int) -> bool:
-    """Whether this kernel is fastest for `n` rows of activations and `m` weight rows, of `k` elements."""
+    """Whether kernel `floats` is fastest for `n` rows of activations and `m` weight rows, of `k` elements."""
     wide = level.lanes == 16
     if n < 4 or n > MOST or m < rows_at_once(level, n):
         return False
@@ -40,7 +40,7 @@ def suits(level: Level, k: int, m: int, n: int) -> bool:
 
 
 def columns_at_once(n: int) -> int:
-    """Return the number of rows of activations in a panel, for `n` rows in all."""
+    """Return the number of rows of activations in a panel (copied to fit the cache), for `n` rows in all."""
     return tiles.columns(n, 8)
 
 
@@ -50,7 +50,7 @@ def _together(level: Level, n: int) -> int:
 
 
 def rows_at_once(level: Level, n: int) -> int:
-    """Return the number of weight rows in a group, as registers allow for `n` rows of activations."""
+    """Return the number of weight rows multiplied together (a group), for `n` rows of activations."""
     return min(4, 24 // _together(level, n)) if level.lanes == 16 else 3
 
 
@@ -77,7 +77,7 @@ def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
         return k.least(group * n_rows, chunk.m - n_rows)  # the last group may repeat rows
 
     def sums_of(column: Value, group: Value) -> Value:
-        """Address of the sums of group `group`, for activations from row `column` on."""
+        """Address of the sums of a group of weight rows, for activations from row `column` on."""
         return room + column * (GROUPS * line) + group * (n_columns * line)
 
     with k.loop(chunk.first, chunk.last, GROUPS) as first:

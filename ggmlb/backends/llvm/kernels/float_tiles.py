@@ -1,4 +1,7 @@
-"""Products of float weights with many rows of float activations, by packed tiles; see `tiles`."""
+"""Products of float weights with many rows of float activations, by packed tiles of the weight.
+
+What tiles are, and what both kinds share, is in `tiles`.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ STRIP_DEPTH = 2048
 
 
 def tile_rows(level: Level, dtype: str = "", of_experts: bool = False) -> int:
-    """Return the number of rows of the weight in a tile."""
+    """Return the number of weight rows in a tile, which a thread packs and multiplies by all activations."""
     return 2 * level.lanes
 
 
 def columns_at_once(level: Level) -> int:
-    """Largest number of rows of activations multiplied by a tile at once."""
+    """Largest number of rows of activations multiplied at once by a packed tile of the weight."""
     return 12 if level.lanes == 16 else 6
 
 
 def columns(level: Level, dtype: str, n: int) -> int:
-    """Return the rows of activations per pass over a tile, for `n` rows in all."""
+    """Return how many of `n` rows of activations are multiplied at once by a packed tile of weights."""
     return tiles.columns(n, columns_at_once(level))
 
 
@@ -41,12 +44,15 @@ def scratch_nbytes(level: Level, dtype: str, k: int, of_experts: bool = False) -
 def many(
     k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
 ) -> None:
-    """Multiply a float weight by many rows of activations; arguments as of `byte_tiles.many`."""
+    """Multiply a float weight by many rows of activations, `n_columns` at a time, and apply `epilogue`.
+
+    Arguments as of `byte_tiles.many`.
+    """
     _tiles(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
 
 
 def many_experts(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
-    """Multiply the experts' matrices (mul_mat_id); see `matvec.ExpertChunk`."""
+    """Multiply experts' float matrices by activations of the tokens that selected them (mul_mat_id)."""
     chunk = ExpertChunk(k, tile_rows(k.level))
     _tiles(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), chunk, Epilogue())
 

@@ -60,7 +60,7 @@ def fields_of(dtype: str) -> tuple[Field, ...]:
 
 
 def lanes(level: Level) -> int:
-    """Number of a strip's rows in one vector."""
+    """Number of rows of a strip (16 interleaved rows) in one vector."""
     return max(8, level.lanes)
 
 
@@ -177,7 +177,7 @@ class Interleaved:
         return Words(n // 4, lambda i: self.k.load(type_, address + 4 * ROWS * i))
 
     def bits(self, value: int) -> Words:
-        """The 32 bits from the cursor on, of each row, as bytes: `value` for 1, else 0."""
+        """The 32 bits from the cursor on, of each row, as bytes that are `value` for 1, else 0."""
         address, _ = self._address()
         n = 4 * lanes(self.k.level)
         whole = I64 if n == 64 else I32

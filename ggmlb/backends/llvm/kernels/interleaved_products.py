@@ -63,7 +63,7 @@ def _strip(
 
 
 def vectors(k: Emitter) -> range:
-    """Indices of the first row of each vector of a strip (16 interleaved rows)."""
+    """First row of each vector of a strip (16 interleaved rows): 0, or 0 and 8."""
     return range(0, ROWS, lanes(k.level))
 
 

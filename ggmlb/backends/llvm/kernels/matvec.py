@@ -107,7 +107,7 @@ class ExpertChunk(MatChunk):
 
 
 def sort_experts(k: Emitter) -> None:
-    """Sort (token, expert) pairs by expert.
+    """Sort the (token, expert) pairs of mul_mat_id by expert.
 
     Arguments: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`.
     """

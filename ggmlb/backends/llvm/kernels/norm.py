@@ -28,7 +28,7 @@ def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Valu
 def normalise(
     k: Emitter, kind: str, dtypes: Sequence[str], factors: int, added: bool = False, kept: bool = False
 ) -> None:
-    """Normalise rows, optionally of a sum (`added`); then multiply by and add other rows (`factors`).
+    """Normalise rows, of a sum if `added` (written if `kept`); multiply by and add other rows (`factors`).
 
     Arguments: `eps`; `row_loop`'s for `y, x`, `b` if `added`, `s` if `kept`, the factors.
 

@@ -20,7 +20,7 @@ def rope(
     channels: bool,
     index: str | None = None,
 ) -> None:
-    """Rotate pairs of elements by angles (rope); chunks are ranges of tokens.
+    """Rotate pairs of elements (rope; M-RoPE if `channels`); `index`: type of a fused set_rows' row indices.
 
     Arguments: `magnitude, sine's sign, y, nb1..3, x, nb1..3, ne0, heads, tokens, batches, positions, angles,
     channels, factors, pairs, start`; with an index `ids, nb0, nb1, ne1, limit, errors, step` too.

@@ -40,7 +40,10 @@ class RowPart:
 
 @contextmanager
 def each_row(k: Emitter, n_operands: int) -> Iterator[RowPart]:
-    """Emit the block as a loop over the chunk's rows, or parts of rows, of `n_operands` operands."""
+    """Context manager: code emitted in its body runs for each row (or part of a row) of the chunk.
+
+    `n_operands`: number of operands, in each of which the body gets the row's address.
+    """
     n0, n1, n2, n3, n_parts = k.ints(5)
     operands = [k.ints(4) for _ in range(n_operands)]
     n_rows = n1 * n2 * n3
@@ -55,7 +58,7 @@ def each_row(k: Emitter, n_operands: int) -> Iterator[RowPart]:
 
 
 def each_vector(k: Emitter, start: Value, stop: Value, body: Callable[[Value, Value | None], None]) -> None:
-    """Emit a loop of `body(i, mask)` over the vectors of a range; `mask`: only for a partial last one."""
+    """Emit a loop of `body(i, mask)` over the vectors of a range; `mask` is `None` for whole vectors."""
     n = k.level.lanes
     whole = start + (stop - start) // n * n
     with k.loop(start, whole, n) as i:

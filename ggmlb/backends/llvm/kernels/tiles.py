@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ResultChunk(Protocol):
-    """The part of a product's result that `store` may write: `n` rows of `m` elements."""
+    """The part, of `n` rows of `m` elements, of a product's result that `store` may write."""
 
     m: Value
     n: Value

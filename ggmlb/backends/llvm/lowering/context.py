@@ -175,7 +175,7 @@ class LoweringContext:
         return int(array.ctypes.data)
 
     def activations(self, tensor: Tensor, nbytes: int, layout: ActivationLayout) -> tuple[int, bool]:
-        """Return the address (a symbol) for a tensor's quantised values, and whether they are there."""
+        """Return the address (a symbol) of a tensor's quantised values, and whether they exist already."""
         key = (self._symbols[tensor] & ~_OFFSET & ~_SYMBOL) >> _SLOT_BITS, layout
         are_there = self._in_memory == key
         if not are_there:
@@ -221,10 +221,10 @@ class LoweringContext:
         join: bool = False,
         cut: bool = False,
     ) -> None:
-        """Append a step whose kernel loops over the rows of operands (`kernels.row_loop`).
+        """Append a step that loops over rows; `join`: merge contiguous ones; `cut`: threads may share one.
 
         Args:
-            kernel: The function that emits its code.
+            kernel: The function that emits its code, with a loop of `kernels.row_loop`.
             params: Compile-time parameters.
             args: Kernel arguments before those of the loop.
             ne: Extents of the loop.

@@ -69,7 +69,7 @@ def elementwise(
     ctx: LoweringContext,
     one_per_row: bool = False,
 ) -> None:
-    """Append the step of the element-wise function `fn` to `ctx`.
+    """Append to `ctx` the step of element-wise function `fn` with parameters `args`; `tensors`: result first.
 
     Args:
         fn: The function's name in `FUNCTIONS`.

@@ -71,13 +71,13 @@ def product(
     tail: tiles.Epilogue = NO_EPILOGUE,
     added: Tensor | None = None,
 ) -> None:
-    """Emit the steps of a matrix product, with the epilogue `tail` if `can_have_epilogue`.
+    """Emit the steps of a matrix product, with the epilogue `tail` (adds `added`), which writes to `result`.
 
     Args:
         node: The product.
         ctx: The context to emit to.
         result: The epilogue's result; default: the product's.
-        tail: The epilogue.
+        tail: The epilogue; only if `can_have_epilogue(node)`.
         added: The bias or residual that the epilogue adds.
     """
     a, b = node.operand(0), node.operand(1)
@@ -136,7 +136,7 @@ def is_many(node: Tensor) -> bool:
 
 
 def can_have_epilogue(node: Tensor) -> bool:
-    """Whether a product can have an epilogue: if it `is_many` and writes each element only once."""
+    """Whether a product can have an epilogue: it must be a GEMM (`is_many`) that writes each element once."""
     a = node.operand(0)
     if not is_many(node) or RULES.declines(node) is not None:
         return False
