@@ -241,7 +241,7 @@ _Slot = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)
 
 
 def slots(ggml: Ggml, accessors: Accessors) -> dict[str, int]:
-    """Return the indices of function pointers in an interface struct by calling `accessors`; -1: unknown."""
+    """Find the index of each function pointer in an interface struct by calling its accessor; -1: unknown."""
     called: list[int] = []
     room = ctypes.create_string_buffer(1024)
 

@@ -79,7 +79,7 @@ class GgmlBackend(Backend):
 
     @property
     def guid(self) -> str:
-        """`ggml-` and ggml's GUID of the backend."""
+        """GUID of the backend from ggml in hexadecimal, after the prefix `ggml-`."""
         address = self._c["backend_guid"](self.handle)
         return "ggml-" + (ctypes.string_at(address, 16).hex() if address else "backend")
 

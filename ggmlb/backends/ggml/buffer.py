@@ -105,7 +105,7 @@ class GgmlBuffer(Buffer):
 
     @property
     def prepares_tensors(self) -> bool:
-        """Whether placing a tensor calls ggml's `init_tensor`; not in compute buffers: there plans do."""
+        """Whether placing a tensor calls ggml's `init_tensor`; not in compute buffers, where plans do."""
         return self._prepares and self._usage is not BufferUsage.COMPUTE
 
     def c_tensor(self, tensor: Tensor) -> ctypes.Array[ctypes.c_char]:

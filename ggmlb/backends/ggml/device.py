@@ -268,7 +268,7 @@ class GgmlDevice(Device):
             return False
 
     def ask(self, question: str, op: Tensor) -> bool:
-        """Call ggml's `supports_op` or `offload_op` (`question`) for a node; only ggml's buffers are passed.
+        """Call ggml's `supports_op` or `offload_op` (`question`) for a node; buffers not ggml's become null.
 
         Raises:
             LookupError: The library lacks a type, the op or one of its functions.

@@ -179,7 +179,7 @@ class GgmlLibrary:
         node: tuple[int, int, Sequence[int]] | None = None,
         flags: int = 0,
     ) -> None:
-        """Write a tensor as number `index` of `memory`, an array of `ggml_tensor`s.
+        """Write a tensor to element `index` of an array of `ggml_tensor`s; `place`, `node`, `flags`: fields.
 
         Args:
             memory: An array of C tensors.

@@ -115,7 +115,7 @@ class CGraph:
         self._indices = () if device.caps.async_ else _indices(nodes)
 
     def check_indices(self, name: str) -> None:
-        """Check row indices (as of get_rows) that are in host memory before the graph is computed.
+        """Check row indices (as of get_rows) that are in host memory; `name`: the backend's, for errors.
 
         Raises:
             BackendError: One is out of range; the message has the backend's `name` and each node.

@@ -54,7 +54,7 @@ POSITIVE: Final = frozenset(
 
 
 class AcceptAll(Judge):
-    """A judge that accepts every node: the child process of trials computes it, even if ggml then aborts."""
+    """A `Judge` (decides whether ggml may compute a node) that accepts all, for the trial process itself."""
 
     def verdict(self, device: GgmlDevice, node: Tensor) -> str | None:
         """Return `None`: every node is accepted without a trial."""

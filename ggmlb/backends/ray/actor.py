@@ -28,7 +28,7 @@ class NodeActor:
         return self._node.facts()
 
     def run(self, message: bytes, *apart: Any) -> Any:
-        """Run a batch of commands; see `Node.run`."""
+        """Run the commands of a message on the machine's `Node`; return their results."""
         return self._node.run(message, *apart)
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]

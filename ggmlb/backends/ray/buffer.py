@@ -176,7 +176,7 @@ class RayStoringBuffer(RayBuffer):
     piece = sys.maxsize
 
     def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
-        """Return the range of `nbytes` of a tensor (default: all), with the tensor's serialised record."""
+        """Return a range of `nbytes` of a tensor (default: all), named by the tensor's serialised record."""
         return MemoryRange(self._record(tensor), offset, tensor.nbytes if nbytes is None else nbytes)
 
     def _init_tensor(self, tensor: Tensor) -> None:

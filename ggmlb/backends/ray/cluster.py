@@ -67,7 +67,7 @@ class Cluster(Closeable):
 
 
 def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) -> Cluster:
-    """Start a Ray actor on each machine, and register its devices; parameters as of `ggmlb.connect`."""
+    """Start a Ray actor per machine, register devices (`names` or all); `shared`: folders on all machines."""
     if not isinstance(address, str) or not address:
         raise ArgumentError(f"connect: address is {address!r}; give a string: 'auto', 'local' or 'HOST:PORT'")
     for what, texts in (("devices", () if names is None else names), ("shared", shared)):

@@ -229,9 +229,9 @@ class Link:
             self._take(source)
 
     def add_from(self, span: MemoryRange, before: Sequence[Read], after: Sequence[Read]) -> None:
-        """Add a float32 sum, in place and in this order: reads `before`, the range, reads `after`.
+        """Add a command that sums reads `before`, the float32 range itself and reads `after` into the range.
 
-        The reads are of other nodes.
+        The reads are of other nodes, and summed in this order.
         """
         with self._lock:
             self.queue("add", *span, len(before), len(after))
@@ -258,7 +258,7 @@ class Link:
             (self._was_ahead(span, is_apart) or self._collect(span, is_apart)).into(out)
 
     def read_apart(self, span: MemoryRange) -> Read:
-        """Send a read, or use data read ahead; they stay in the object store, for another node."""
+        """Read remote memory, or take data read ahead; they stay in Ray's object store, for another node."""
         with self._lock:
             self._check()
             read = self._was_ahead(span, True)
@@ -300,7 +300,7 @@ class Link:
     # -- sending -------------------------------------------------------------------------------
 
     def compute(self, plan: Planned) -> None:
-        """Send the batch, a computation of the plan, and the reads that followed the previous one."""
+        """Send the batch, a computation of the plan, and the reads that followed its previous computation."""
         with self._lock:
             self.end_progress()
             self.queue("compute", plan.handle)

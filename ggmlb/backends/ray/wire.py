@@ -111,7 +111,7 @@ def unsendable(node: Tensor) -> str | None:
 def graph_record(
     nodes: Iterable[Tensor], uses: Mapping[Tensor, int], handle_of: Callable[[Buffer], int]
 ) -> tuple[Records, list[int]]:
-    """Serialise nodes of a graph: return records of all tensors, and the indices of the nodes.
+    """Serialise graph nodes (`uses`: number of reads of each); return tensor records and nodes' indices.
 
     Args:
         nodes: Allocated nodes in topological order.
