@@ -79,7 +79,7 @@ def test_windows_are_written_and_read_back_and_whole_rows_of_them_multiplied(
     assert np.array_equal(w.get(), wanted)
     x = ctx.new_tensor(DType.F32, (K, 2))
     y = ctx.mul_mat(rows, x)
-    assert "not a contiguous run of whole rows" in str(
+    assert "must be contiguous and consist of whole rows" in str(
         device.declines(ctx.mul_mat(window, ctx.new_tensor(DType.F32, (256,))))
     )
     other, _ = weight(device, dtype)
