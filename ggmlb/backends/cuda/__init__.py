@@ -125,9 +125,9 @@ def count_devices(driver: Driver) -> int:
         why = NO_CARD.get(getattr(error, "status", 0))
         if why is None:
             raise BackendBroken(_failing(error)) from error
-        raise BackendUnavailable(f"{why} ({error})") from error
+        raise BackendUnavailable(f"no usable CUDA card: {why} ({error})") from error
     if not n:
-        raise BackendUnavailable(NO_CARD[100])
+        raise BackendUnavailable(f"no usable CUDA card: {NO_CARD[100]}")
     return n
 
 
