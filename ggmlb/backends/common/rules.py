@@ -199,7 +199,7 @@ def all_operands(types: Types) -> Condition:
 
 
 def in_rows(*which: int) -> Condition:
-    """Condition that the sources `which`, if present (`RESULT`: the result), have contiguous rows."""
+    """Condition that the operands `which` (source numbers or `RESULT`), if present, have contiguous rows."""
 
     def check(node: Tensor) -> str | None:
         for i in which:

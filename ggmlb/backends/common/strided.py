@@ -65,7 +65,7 @@ class Mem:
 def merged(
     extents: Sequence[int], strides: Sequence[Sequence[int]], *, keep_first: bool = False
 ) -> tuple[list[int], list[list[int]]]:
-    """Merge neighbouring dimensions that are contiguous in all operands; drop dimensions of extent 1.
+    """Merge dimensions contiguous in all operands; drop those of extent 1, with `keep_first` not the first.
 
     Args:
         extents: Extents, innermost first.

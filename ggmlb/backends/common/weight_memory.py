@@ -26,9 +26,9 @@ def weight_in(buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS
 def misplaced(
     buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS, who: str = "products"
 ) -> str | None:
-    """Return why a node must not read its operands that are in buffers of type `buft`, or `None` if it may.
+    """Return why a node may not read operands in `buft` memory (only `readers`, named `who`, may), or `None`.
 
-    Only ops of `readers` may, as `src0`; `who` names them in the message.
+    The ops of `readers` may as `src0` only; `who` names them in the message.
     """
     if node.op in NO_OPS:
         return None

@@ -198,7 +198,7 @@ class NodeLowering:
         self.steps += steps_of(lists)
 
     def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
-        """Emit an element-wise `kernel(y, *x, *scratch)`; sources are broadcast to the result's shape.
+        """Emit an element-wise `kernel(y, *x, *scratch)`, `x` broadcast to `out`; `work`: cost per element.
 
         Args:
             kernel: Fills `y` from float32 arrays of one shape; may use `scratch` arrays of that shape.
@@ -231,7 +231,7 @@ class NodeLowering:
         one_call: bool = False,
         convert: bool = True,
     ) -> None:
-        """Emit a kernel tile by tile, with operands converted to float32 before it, and the result after it.
+        """Emit a kernel tile by tile; with `convert`, in float32: operands and result are converted around it.
 
         Args:
             kernel: Called as `kernel(y, *x, *whole, *scratch)`.
@@ -344,7 +344,7 @@ class TileStage:
         return [[piece(v, part) for v in self.views] for part in parts]
 
     def add_calls(self, calls: list[Call], tile: list[View], slots: Sequence[View]) -> None:
-        """Append a tile's calls: conversions to float32, the kernel, conversion of the result."""
+        """Append a tile's calls: operands to float32, kernel, result from float32; `slots`: its scratch."""
         free = iter(slots)
         args = list(tile)
         for i, cast in enumerate(self.casts):
@@ -395,12 +395,12 @@ class TiledGroup:
         return True
 
     def lists(self, scratch: Scratch) -> list[list[Call]]:
-        """Return a list of calls for each worker thread."""
+        """Return, for each worker thread, the calls that run the group's kernels on its tiles."""
         return spread(self.stages, self._tiles, scratch)
 
 
 def spread(stages: list[TileStage], cuts: list[list[list[View]]], scratch: Scratch) -> list[list[Call]]:
-    """Return a list of calls for each worker thread; tile i goes to worker i modulo their number.
+    """Return each worker thread's calls, all stages on its tiles; of n workers, tile i goes to `i % n`.
 
     Args:
         stages: Run in order on each tile.

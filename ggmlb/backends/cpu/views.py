@@ -259,7 +259,7 @@ Cut = tuple[tuple[int, int], ...]
 
 
 def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
-    """Yield the cuts of a shape of rows, `row` items each, into tiles of about `limit` items.
+    """Yield cuts of an array of rows (extents `shape`, `row` items each) into tiles of about `limit` items.
 
     Without a limit, the whole shape is one tile.
     """
@@ -279,9 +279,9 @@ def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
 
 
 def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[View]]:
-    """Cut views alike into tiles; of the largest view, a tile has about `limit` items at most.
+    """Cut views alike into tiles of about `limit` items at most, never in the last `inner` dimensions.
 
-    The last `inner` dimensions are never cut.
+    The limit counts the items of the largest view.
     """
     if limit is None or max(prod(v.shape) for v in views) <= limit:
         return [list(views)]

@@ -195,7 +195,7 @@ class CudaBackend(GpuBackend):
             self._driver.stream_wait(self.stream.handle, event.handle)
 
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """Wait for queued work, then copy the buffer to `words`: a copy that waits would hold the lock."""
+        """Wait for queued work, then copy the buffer to `words`: if the copy waited, it would hold a lock."""
         self.finish()
         what = f"read the index record of {self.name}"
         cast("CudaBuffer", buffer).copy(what, CopyKind.TO_HOST, 0, words)

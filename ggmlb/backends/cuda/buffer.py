@@ -94,7 +94,7 @@ class CudaBuffer(GpuBuffer):
         return self._array
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """Wait for work that uses the buffer; return the tensor as an array (importers read at once)."""
+        """Return the tensor as an array, after all work that uses the buffer: importers read it at once."""
         with cuda_errors(self.device.driver, f"{call} of {tensor.describe()}"), self.device.on():
             for stream in [s for s in self.streams if s.handle]:
                 stream.synchronize()
@@ -108,7 +108,7 @@ class CudaBuffer(GpuBuffer):
     def queue(
         self, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces, stream: int
     ) -> None:
-        """Queue a copy between `host` and the buffer, at byte `start + where`, or in 2D pieces `where`."""
+        """Queue a copy of `host` to or from the buffer at byte `start + where`, or in 2D pieces (`where`)."""
         driver, is_write = self.device.driver, kind is CopyKind.TO_DEVICE
         there, here = self.address + start, address_of(host)
         if isinstance(where, int):
@@ -123,7 +123,7 @@ class CudaBuffer(GpuBuffer):
     def copy(
         self, call: str, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces = 0
     ) -> None:
-        """Copy between `host` and the buffer, after all work that uses the buffer; wait until it is done."""
+        """Copy `host` to or from the buffer, after all work that uses it; return when the copy is done."""
         self._transfer(call, lambda stream: self.queue(kind, start, host, where, stream))
 
     def _move(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, where: int | Pieces) -> None:

@@ -238,7 +238,7 @@ class CuBlas:
     def bind(
         self, gemm: Gemm, addresses: Sequence[int], upload: Callable[[npt.NDArray[np.uint64]], int]
     ) -> Callable[[int], None]:
-        """Return a function that queues the product on a stream, with all of cuBLAS's arguments bound.
+        """Return a function that queues the product on a stream; `upload` copies arrays to device memory.
 
         Args:
             gemm: The product.

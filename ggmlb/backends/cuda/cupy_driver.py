@@ -110,7 +110,7 @@ class CupyDriver:
         return int(free), int(total)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether an error reports a lack of memory; CuPy's memory pool raises it without a status."""
+        """Whether an error reports a lack of memory; errors without a status (CuPy's memory pool's) do."""
         return getattr(error, "status", OUT_OF_MEMORY) == OUT_OF_MEMORY
 
     def trim(self) -> None:

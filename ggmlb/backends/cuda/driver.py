@@ -63,7 +63,7 @@ class Collective(Protocol):
     """A group of devices for all-reduce sums."""
 
     def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
-        """Queue an all-reduce sum of `n` elements, in place, at each device's address, on its stream."""
+        """Queue an in-place all-reduce sum of `n` elements; `places`: each device's address and stream."""
 
     def free(self) -> None:
         """Release the group."""
@@ -242,7 +242,7 @@ class Driver(Protocol):
 
 @contextmanager
 def cuda_errors(driver: Driver, call: str, buft: BufferType | None = None, nbytes: int = 0) -> Iterator[None]:
-    """Context manager that turns CUDA's errors, raised in `call`, into a BackendError or AllocationError.
+    """Context manager that turns CUDA's errors in `call` into BackendError or, given `buft`, AllocationError.
 
     Args:
         driver: The driver that raises the errors.

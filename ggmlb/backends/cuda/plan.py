@@ -50,7 +50,7 @@ def uses_graphs() -> bool:
 
 
 class Step(NamedTuple):
-    """A call to queue on a stream, and its key for reuse of graphs; `None`: it cannot be captured."""
+    """A call to queue on a stream, and its key for reuse of CUDA graphs (`None`: not capturable)."""
 
     call: Call
     key: Hashable | None

@@ -109,7 +109,7 @@ def comm_init(backends: Sequence[Backend]) -> Communicator | None:
 
 
 def comm_free(comm: Communicator) -> None:
-    """End a connection (ggml_backend_comm_free)."""
+    """Release a group's NCCL connection (ggml_backend_comm_free)."""
     with comm.backends[0].device.on():
         comm.collective.free()
 

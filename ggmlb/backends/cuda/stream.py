@@ -64,7 +64,7 @@ class Stream:
         return event
 
     def unmark(self, event: int) -> None:
-        """Take back an event from `mark` that is reached, or that streams already wait for."""
+        """Take back an event from `mark` for reuse; it is reached, or streams already wait for it."""
         self._marks.append(event)
 
     def is_idle(self) -> bool:
@@ -202,7 +202,7 @@ class DeviceMemory:
             self._dropped.append((partial(id, owner), users))  # the call does nothing: it keeps a reference
 
     def sweep_if_idle(self) -> None:
-        """Release finished resources if all streams are idle; cudaFree would wait for their work."""
+        """Release resources whose work is done, if all streams are idle: else cudaFree would wait for it."""
         if not self._dropped and not self._leaving:
             return
         streams = [stream for stream in list(self.streams) if stream.handle]

@@ -28,7 +28,7 @@ N_WORDS: Final = 3
 
 
 class BadIndices:
-    """A stream's device record of its first out-of-range index, and the node of each step's number."""
+    """A stream's first out-of-range index, recorded on the device, and the node that each step computes."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -41,7 +41,7 @@ class BadIndices:
         self._last_use = self._last_checked = 0
 
     def bind(self, plan: object, steps: Sequence[BadIndex], stream: GpuBackend) -> list[tuple[Buffer, int]]:
-        """Number the steps of a plan that read indices; return the record and number of each step."""
+        """Number a plan's steps that read indices (rows, experts); return each one's record and number."""
         if not steps:
             return []
         record = self._record

@@ -48,7 +48,7 @@ class GpuDevice(Device):
         return buft in self._own_types or (isinstance(buft, SplitBufferType) and buft.device is self)
 
     def offload_op(self, op: Tensor) -> bool:
-        """Whether to copy host weights here for a node: on a discrete GPU, a product with enough columns."""
+        """Whether to copy a node's host weights here: on a discrete GPU, for products of many columns."""
         if self.type is not DeviceType.GPU:
             return False
         n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]

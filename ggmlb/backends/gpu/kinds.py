@@ -108,7 +108,7 @@ def lowered(
     by: KindLowering[Request, Step],
     ready: Collection[tuple[int, str]] = (),
 ) -> Lowered[Step]:
-    """Lower a node or group to steps with slot numbers in place of buffers, for the cache.
+    """Lower a node or group (`by` the backend's lowering) to cacheable steps: slot numbers replace buffers.
 
     Args:
         item: The node or group.
@@ -304,14 +304,14 @@ class BoundItems(Generic[Step]):
     def give(
         self, scratch: Buffer | None, places: Sequence[int], records: Sequence[tuple[Buffer, int]]
     ) -> None:
-        """Bind scratch slots to `scratch` at offsets `places`, and arguments `bad` to index `records`."""
+        """Bind scratch slots to `scratch` at offsets `places`, and arguments `bad` to bad-index `records`."""
         for i, place in zip(self._of_pieces, places, strict=True):
             self.memory[i], self._offsets[i] = scratch, place
         for i, (buffer, offset) in zip(self._of_records, records, strict=True):
             self.memory[i], self._offsets[i] = buffer, offset
 
     def blocks(self, starts: Mapping[Buffer, int] | None = None) -> tuple[Ints, list[int]]:
-        """Return all argument blocks, bound to memory, in one array, the start of each and the end.
+        """Return one array of all argument blocks, with buffer addresses from `starts`; and their bounds.
 
         Args:
             starts: Buffer addresses, for argument blocks that contain them (CUDA).

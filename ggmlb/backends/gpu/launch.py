@@ -96,7 +96,7 @@ class BadIndex:
 
     @property
     def mem(self) -> Mem:
-        """Return the tensor argument `bad`: the stream's record, whose byte offset is the step's number."""
+        """Return the tensor argument `bad`: the bad-index record, whose byte offset is the step's number."""
         return Mem(self, 0, DType.I64, (3, 1, 1, 1), contiguous_nb(DType.I64, (3, 1, 1, 1)))
 
 
@@ -242,7 +242,7 @@ def mapped(
     beside: Sequence[Mem] = (),
     **defines: str | int,
 ) -> Launch:
-    """Return a launch of an element-wise kernel that processes segments of rows, several elements at a time.
+    """Return a launch of an element-wise kernel over row segments of `mems[over]`; `beside`: other tensors.
 
     On a GPU, each work-item has several elements of a segment (`EACH_SEGMENT` in tensors.h), as long as all
     multiprocessors have work.
@@ -282,7 +282,7 @@ def mapped(
 def segmented(target: Target, name: str, mems: Sequence[Mem], vec: int, **defines: str | int) -> Launch:
     """Return a launch with one work-group per segment of a row of `mems[-1]`, stored `vec` elements at once.
 
-    Segments are as long as rows allow; `vec` elements are written at once.
+    Segments are as long as rows allow.
     """
     ne = mems[-1].ne
     for wg, per in ((target.wg, 16), (target.wg, 8), (min(64, target.wg), 8), (min(32, target.wg), 8)):
@@ -336,7 +336,7 @@ def _register_split(target: Target, n: int, vec: int, most: int) -> RegisterSpli
 def rowwise(
     target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
-    """Return a launch of a row-wise kernel, one work-group per row of `mems[over]` (several on a CPU)."""
+    """Return a launch of a row-wise kernel, one work-group per row of `mems[over]` (on a CPU, rows)."""
     ne = mems[over].ne
     n_rows = ne[1] * ne[2] * ne[3]
     groups = target.groups_for(n_rows, max(m.ne[0] for m in mems))

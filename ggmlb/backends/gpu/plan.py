@@ -41,7 +41,7 @@ class Part(Generic[Step]):
     steps: list[Step]
 
     def describe(self) -> str:
-        """Return the names of its nodes, for messages and timelines."""
+        """Return the names of the part's nodes, for messages and timelines."""
         return " with ".join(node.describe() for node in self.nodes)
 
 

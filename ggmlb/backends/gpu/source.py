@@ -40,7 +40,7 @@ _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<s
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A kernel parameter; a tensor stands for buffer, i64 offset, four int extents, four i64 strides.
+    """A kernel parameter; a tensor is passed as buffer, i64 offset, four int extents, four i64 strides.
 
     In OpenCL, all parameters but the buffers are one struct (PACKED_ARGS in tensors.h).
     """
@@ -104,7 +104,7 @@ def _param(kernel: str, text: str) -> Param:
 
 @cache
 def source(kernel: Kernel, language: Language, *, outlined: bool = False) -> str:
-    """Return the text of one kernel to compile: the language's prelude, the headers it needs, the kernel.
+    """Return a kernel's text to compile: prelude, needed headers, kernel (`outlined`: its body a function).
 
     The file's other kernels are left out: they need not compile with this one's macros.
 

@@ -27,7 +27,7 @@ Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
 
 
 class LaunchKind(NamedTuple):
-    """What equal launches have in common: program, grid, and which operands the buffers are.
+    """What equal launches have in common: program, grid, and the operand slots of their buffers.
 
     Attributes:
         key: Its program.

@@ -48,7 +48,7 @@ class CacheEntry:
         return None
 
     def save(self, program: cl.Program) -> None:
-        """Save the binary of a program for this device only."""
+        """Save the binary that a program has for this device; not those for other devices of the context."""
         facts: Any = program
         with suppress(cl.Error):
             # For the context's other devices, runtimes return an empty binary or none.

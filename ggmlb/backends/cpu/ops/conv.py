@@ -51,7 +51,7 @@ class Axis(NamedTuple):
 def axes_of(
     params: Mapping[str, int], data: Sequence[int], kernel: Sequence[int], places: Sequence[int]
 ) -> list[Axis]:
-    """Return the axes for strides, paddings and dilations `s0, p0, d0, s1, ..`; extents in ne order."""
+    """Return an `Axis` per dimension, from `params` (`s0, p0, d0, s1, ..`) and extents, given in ne order."""
     axes = [
         Axis(n, k, m, params[f"s{i}"], params[f"p{i}"], params[f"d{i}"])
         for i, (n, k, m) in enumerate(zip(data, kernel, places, strict=True))
@@ -60,7 +60,7 @@ def axes_of(
 
 
 def padded(lw: NodeLowering, x: View, axes: Sequence[Axis], fill: float = 0.0) -> View:
-    """Return `x` as padded float32: itself if it is that and needs no padding, else a copy in scratch."""
+    """Return `x` as float32, padded with `fill`: a copy in scratch, or `x` itself if it already is that."""
     shape = (*x.shape[:2], *(a.width for a in axes))
     if shape == x.shape:
         return lw.f32(x)
@@ -94,7 +94,7 @@ def windows(x: View, axes: Sequence[Axis]) -> View:
 
 
 def each_tap(*patches: View) -> Iterator[tuple[View, ...]]:
-    """Yield, for each tap (element of the kernel), one `[N, C, places..]` of each view `[.., taps..]`."""
+    """Yield for each tap (kernel element) its part `[N, C, places..]` of each `[N, C, places.., taps..]`."""
     shape = patches[0].shape
     n = 2 + (len(shape) - 2) // 2
     for tap in product(*map(range, shape[n:])):

@@ -79,7 +79,7 @@ def relu(y: Array, x: Array) -> None:
 
 
 def sign(y: Array, x: Array) -> None:
-    """1 above 0, -1 below."""
+    """1 above 0, -1 below, 0 for 0 and NaN."""
     np.subtract(x > 0, x < 0, out=y, dtype=y.dtype)
 
 
@@ -266,7 +266,7 @@ _UFUNCS = {Op.ADD: np.add, Op.ADD1: np.add, Op.SUB: np.subtract, Op.MUL: np.mult
 
 @RULES.rule(_UFUNCS, operands(VALUES, VALUES, out=STORED & VALUES), _whole_rows)
 def binary(lw: NodeLowering, t: Tensor) -> None:
-    """`a + b`, `a - b`, `a b` or `a / b`."""
+    """`a + b`, `a - b`, `a b` or `a / b`, by the op."""
     fn = _UFUNCS[t.op]
 
     def kernel(y: Array, a: Array, b: Array) -> None:

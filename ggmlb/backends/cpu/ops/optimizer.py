@@ -13,7 +13,7 @@ from ggmlb.core.tensor import Tensor
 
 @RULES.rule(Op.OPT_STEP_SGD, operands(F32, FLOATS, F32, out=F32))
 def opt_step_sgd(lw: NodeLowering, t: Tensor) -> None:
-    """`w (1 - alpha decay) - alpha g`."""
+    """Update weights by gradients `g`: `w (1 - alpha decay) - alpha g`."""
     y, w, g, numbers = (lw.view(x) for x in (t, *t.sources))
 
     def kernel(y: Array, w: Array, g: Array, numbers: Array, tmp: Array) -> None:
@@ -27,7 +27,7 @@ def opt_step_sgd(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.OPT_STEP_ADAMW, operands(F32, FLOATS, F32, F32, F32, out=F32))
 def opt_step_adamw(lw: NodeLowering, t: Tensor) -> None:
-    """Update `w (1 - alpha decay) - alpha m h1 / (sqrt(v h2) + eps)`, after the moments `m` and `v`.
+    """Update `m`, `v`, then `w (1 - alpha decay) - alpha m h1 / (sqrt(v h2) + eps)`; `h1`, `h2` correct bias.
 
     `m = m beta1 + g (1 - beta1)`, and `v = v beta2 + g^2 (1 - beta2)`.
     """

@@ -40,9 +40,10 @@ def scan(
     tokens: Sequence[View],
     held: Sequence[View] = (),
 ) -> None:
-    """Emit `advance(new, old, *token, *held)` for each token in turn; threads share sequences or heads.
+    """Emit, for each token in turn, `advance(new state, old, *token, *held)`; `held` is common to all tokens.
 
-    All arrays have the dimensions of sequences and heads in common, or 1 in place of them.
+    Threads share the sequences or the heads. All arrays have the dimensions of sequences and heads in
+    common, or 1 in place of them.
 
     Args:
         lw: Collects the steps.
@@ -108,7 +109,7 @@ def _linear(lw: NodeLowering, t: Tensor, state: Tensor, *x: Tensor) -> tuple[Vie
 
 @RULES.rule(Op.RWKV_WKV6, operands(*[FLOATS] * 6, out=F32))
 def rwkv_wkv6(lw: NodeLowering, t: Tensor) -> None:
-    """`y = (S + (k f) v) r`, then `S = d S + k v`, with the state `S[k, v]`."""
+    """`y = (S + (k f) v) r`, then `S = d S + k v`, with the state `S[k, v]`, bonus `f` and decay `d`."""
     (k, v, r, f, d, state) = t.sources
     ys, ks, vs, rs, ds, first, last, outer = _linear(lw, t, state, k, v, r, d)
     faaaa = lw.f32(lw.view(f)).reshape(*ks.shape[2:])

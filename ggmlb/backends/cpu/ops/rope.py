@@ -72,11 +72,11 @@ def _rope(lw: NodeLowering, t: Tensor, direction: float) -> None:
 
 @RULES.rule(Op.ROPE, operands(FLOATS, I32, F32))
 def rope(lw: NodeLowering, t: Tensor) -> None:
-    """`(x0 cos - x1 sin, x0 sin + x1 cos)` for each pair."""
+    """`(x0 cos - x1 sin, x0 sin + x1 cos)` for each pair of a row, by its angle at the row's position."""
     _rope(lw, t, 1.0)
 
 
 @RULES.rule(Op.ROPE_BACK, operands(FLOATS, I32, F32))
 def rope_back(lw: NodeLowering, t: Tensor) -> None:
-    """The inverse rotation."""
+    """`(x0 cos + x1 sin, x1 cos - x0 sin)` for each pair: the rotation of `rope` by the opposite angle."""
     _rope(lw, t, -1.0)

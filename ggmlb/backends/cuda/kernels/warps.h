@@ -1,7 +1,7 @@
 /* Work split of matrix-vector kernels: SPLIT warps of a block share ROWS rows of a, each a part of the columns. */
 #define WARP (LOCAL_ID/32)
 #define LANE (LOCAL_ID & 31)
-#define SETS (WG/32/SPLIT)                                   /* sets of ROWS rows of a that a block computes */
+#define SETS (WG/32/SPLIT)                                   /* number of sets (ROWS rows of a) of a block */
 #define FIRST_ROW ((GROUP_ID(0)*SETS + WARP/SPLIT)*ROWS)
 
 /* The batch indices i2, i3 of this block in d, and row m of x, the weights, for them. With ONE_MATRIX no division is needed,

@@ -3,7 +3,7 @@
 #define FN_(name, expr) DEVICE_FN float fn_##name(float x, float p0, float p1, float p2, float p3) { return (expr); }
 DEVICE_FN float gelu_tanh(float x) 
 {
-    return x < -100.0f ? 0.0f : 0.5f*x*(1.0f + TANH(0.797884561f*x*(1.0f + 0.044715f*x*x)));   /* 0, not NaN, for -inf */
+    return x < -100.0f ? 0.0f : 0.5f*x*(1.0f + TANH(0.797884561f*x*(1.0f + 0.044715f*x*x)));  /* 0, not NaN, for x = -inf */
 }
 DEVICE_FN float sigmoid(float x) { return 1.0f/(1.0f + EXP(-x)); }
 DEVICE_FN float softplus(float x) { return x > 20.0f ? x : LOG1P(EXP(x)); }

@@ -88,8 +88,8 @@ BLOCK_FN_(q8_0)
     st_f16(d + D_q8_0, scale);
     for (int j = 0; j < 32; j++) st_i8(d + QS_q8_0 + j, whole_in_range(ROUND(X_(j)*up), -129.0f, 128.0f));
 }
-/* Codes are the nearest levels (the upper on a tie) under the scale that maps the largest element to the first level; the
-   stored scale is the least-squares fit weighted by the squares, summed in order. */
+/* iq4_nl: codes are the nearest levels (the upper on a tie) under the scale that maps the largest element to the first
+   level; the stored scale is the least-squares fit weighted by the squares, summed in order. */
 DEVICE_FN int nearest_iq4nl(float x)
 {
     int below = 0;

@@ -133,7 +133,7 @@ DEQ8_FN(iq4_nl)
 
 TRAITS(mxfp4, 4, 4, 0)
 RAW8(mxfp4) { return F8_LOOKUP(values_e2m1, NIBBLES(b + QS_mxfp4 + 8*(r & 1), r >> 1)); }
-SCALE(mxfp4)                                    /* 2^(e-127)/2, as the values are doubled */
+SCALE(mxfp4)                                    /* 2^(e-127)/2: halved, as values_e2m1 are doubled */
 {
     const uint e = BYTE(b + E_mxfp4);
     return AS_FLOAT(e < 2 ? 0x00200000u << e : (e - 1) << 23);

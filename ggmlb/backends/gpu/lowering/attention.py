@@ -60,7 +60,7 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
 
 
 def queries_at_once(target: Target, n_queries: int, n_groups: int) -> int:
-    """Return how many queries of a KV head a work-group computes at once: a power of two.
+    """Return how many of a KV head's `n_queries` a work-group computes at once (2^i); `n_groups`: KV heads.
 
     Keys and values are read once for all of them. Limited by registers and local memory for sums, and by
     the number of groups needed for all cores.

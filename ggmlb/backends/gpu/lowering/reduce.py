@@ -38,7 +38,7 @@ def _sum_rows(node: Tensor, target: Target) -> list[Launch]:
 
 
 def in_two_passes(target: Target, name: str, mems: list[Mem], d: Mem, *, cut: bool = False) -> list[Launch]:
-    """Return the launches that reduce all rows to one number: by work-groups, then over their results.
+    """Return the launches that reduce all rows (if `cut`, in parts) to a number per work-group, then to one.
 
     The number of groups depends on the shape and the device only, so that every run gives the same bits.
 
