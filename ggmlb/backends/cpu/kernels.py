@@ -149,7 +149,7 @@ def take_rows(y: Array, x: Array, index: Array) -> None:
 
 
 def put_rows(y: Array, x: Array, index: Array) -> None:
-    """Write rows `y[.., index[.., i]] = x[.., i]` in each matrix of a batch; `index` is broadcast to it."""
+    """Write rows `y[.., index[.., i]] = x[.., i]` in each matrix of a batch, over which `index` repeats."""
     check_index(index, y.shape[2])
     if x.shape[:2] == (1, 1):
         y[0, 0][index[0, 0]] = x[0, 0]

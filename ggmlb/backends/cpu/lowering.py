@@ -231,7 +231,7 @@ class NodeLowering:
         one_call: bool = False,
         convert: bool = True,
     ) -> None:
-        """Emit a kernel tile by tile; with `convert`, in float32: operands and result are converted around it.
+        """Emit a kernel tile by tile; with `convert`, in float32: operands, result are converted around it.
 
         Args:
             kernel: Called as `kernel(y, *x, *whole, *scratch)`.

@@ -125,7 +125,7 @@ class CudaDevice(GpuDevice):
 
     @property
     def caps(self) -> Caps:
-        """All capabilities but `mmap_support`; `buffer_from_host_ptr` with GGMLB_CUDA_REGISTER_HOST=1."""
+        """Capabilities: all but `mmap_support`; `buffer_from_host_ptr` if GGMLB_CUDA_REGISTER_HOST=1."""
         may_lock = env.flag("GGMLB_CUDA_REGISTER_HOST", default=False)
         return Caps(async_=True, host_buffer=True, buffer_from_host_ptr=may_lock, events=True)
 

@@ -311,7 +311,7 @@ class BoundItems(Generic[Step]):
             self.memory[i], self._offsets[i] = buffer, offset
 
     def blocks(self, starts: Mapping[Buffer, int] | None = None) -> tuple[Ints, list[int]]:
-        """Return one array of all argument blocks, with buffer addresses from `starts`; and their bounds.
+        """Return an array of all argument blocks, with buffer addresses from `starts`, and where each begins.
 
         Args:
             starts: Buffer addresses, for argument blocks that contain them (CUDA).

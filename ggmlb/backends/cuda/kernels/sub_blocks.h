@@ -92,7 +92,7 @@ QUANTS(q8_0)   { words_at<8>(tile, at + QS_q8_0, q); }
 QUANTS(iq4_nl) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_nl) }
 QUANTS(mxfp4)  { TABLE_HALVES(TABLE_E2M1, QS_mxfp4) }
 QUANTS(iq4_xs) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_xs + 16*i) }
-QUANTS(q2_k)                         /* not shifted down: 1, 4, 16 or 64 times the quants; scales_q2_k makes d smaller */
+QUANTS(q2_k)                         /* not shifted down: 1, 4, 16 or 64 times the quants; d is divided by that factor */
 {
     words_at<8>(tile, at + QS_q2_k + 32*(i >> 2), q);
     EACH_WORD(8) q[j] &= 0x03030303 << 2*(i & 3);
