@@ -193,7 +193,7 @@ def test_a_weight_in_a_freed_buffer_is_an_error() -> None:
     node = ctx.cont(w)
     assert w.buffer is not None
     w.buffer.free()
-    with GraphAllocator(memory()) as allocator, pytest.raises(FreedError, match="'w'.* in a freed .*; place"):
+    with GraphAllocator(memory()) as allocator, pytest.raises(FreedError, match=r"'w'.* in a freed .*; pla"):
         allocator.alloc_graph(graph_of(node))
     assert node.buffer is None
 
