@@ -5,7 +5,7 @@ turns, never run at the same time, and get the same sentences. Every round draws
 service would see; two rounds that do not count come first. Batch 1 is one call per sentence. The sentences
 are those of the Python language reference: 4 to 51 words, mean 15. ONNX Runtime runs what its optimizer for
 transformers makes of PyTorch's model, with its own dynamic int8 quantisation where ggmlb's matrices are
-quantised. With GGMLB_SIMD, ggmlb alone poses as another class of machine; the others use all that it has.
+quantised. With GGMLB_SIMD, ggmlb alone is limited to another instruction set; the others are not.
 Nothing is written if other processes took more than a twentieth of the processors meanwhile: threads of the
 others wait for each other by spinning, and a busy machine makes them look far slower than they are. With one
 thread, the time is that of the processor, all threads of a process together.
@@ -258,7 +258,7 @@ def main() -> None:
     about = f"""Sentence embeddings, all-MiniLM-L6-v2
 Sentences per second by `python benchmarks/embed.py`: median of {args.rounds} rounds, least and most in
 brackets; "ggmlb to" another is the median of the rounds' ratios. {args.threads} threads each; ggmlb runs on
-{args.devices}{f", posing as {simd.upper()}," if simd else ""} with {args.weights or "float32"} matrices.
+{args.devices}{f", limited to {simd.upper()}," if simd else ""} with {args.weights or "float32"} matrices.
 Least cosine to PyTorch's embeddings: ggmlb {least["ggmlb"]:.7f}, ONNX Runtime
 {least["ONNX Runtime"]:.7f}. Other processes took {others:.1%} of the processors meanwhile.
 

@@ -72,7 +72,7 @@ def main() -> None:
             table.row(case.what, *times, f"{fusion:.2f}", f"{ratio:.2f}", f"{nmse:.0e}")
     if args.ops:
         return
-    about = f"""A decode step on the LLVM device{f", posing as {SIMD.upper()}" if SIMD else ""}
+    about = f"""A decode step on the LLVM device{f", limited to {SIMD.upper()}" if SIMD else ""}
 Made by `python benchmarks/llvm_decode.py`: {args.rounds} rounds, {args.threads} thread(s) each. The load of
 the machine, of one minute, all three included, was {players.loads}. ggml is {peer()}.
 

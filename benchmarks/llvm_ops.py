@@ -7,7 +7,7 @@ one column at most as long as ggml's (1/1.2 for q4_0, q4_1, q8_0, q4_K, q6_K), o
 weights 1/1.2 of ggml's CPU_REPACK, attention of one query half. ggml's weights lie in its plain memory, but
 where a row says "beside CPU_REPACK", which is to ggml what LLVM_Repacked is here.
 
-With GGMLB_SIMD=avx2, ggmlb poses as a machine of that class, which has a page of its own, and ggml is PyPI's
+With GGMLB_SIMD=avx2, ggmlb is limited to AVX2, which has a page of its own, and ggml is PyPI's
 xllamacpp, which is compiled for AVX2; else ggml-python, which is compiled for the machine it is installed on.
 Parts can be run apart, each in less than two minutes; the page holds what was last measured of each.
 
@@ -288,7 +288,7 @@ def write(known: dict[str, Any], args: Any) -> None:
     loads = [x for part in PARTS if part in known for x in known[part]["load"]]
     reads = ", ".join(f"{known['read'][str(n)]:.0f} GB/s from {n} MiB" for n in READ_MIB)
     load = f"{min(loads):.1f} to {max(loads):.1f}"
-    about = f"""The LLVM device{f", posing as {SIMD.upper()}," if SIMD else ""} beside ggml
+    about = f"""The LLVM device{f", limited to {SIMD.upper()}," if SIMD else ""} beside ggml
 Made by `python benchmarks/llvm_ops.py`: {args.rounds} rounds, {args.threads} thread(s) each. ggml is
 {peer()}. Reading alone: {reads}. The load of the machine, of one minute, both
 libraries included, was {load}. {CLOCK if args.threads == 1 else ""}

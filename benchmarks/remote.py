@@ -1,6 +1,6 @@
 """Devices of other machines, beside Ray itself, pyzmq and a memcpy; and what a network makes of a 70B model.
 
-One machine poses as two: two nodes of Ray, each with an actor that has the machine's devices, and the driver.
+One machine serves as two: two nodes of Ray, each an actor that has the machine's devices, and the driver.
 A `null call` is an empty message, beside an empty call of a plain Ray actor. Transfers are `set_tensor` and
 `get_tensor`, beside a plain actor that takes or returns an array, a request to a process over pyzmq (TCP),
 and a copy in this process.

@@ -224,7 +224,7 @@ def main() -> None:
         return
     reading = max(p.reading for p in points)
     name = "_".join(["roofline", *([SIMD] if SIMD else [])])
-    title = f"The LLVM device{f', posing as {SIMD.upper()},' if SIMD else ''} below the roofs of the machine"
+    title = f"The LLVM device{f', limited to {SIMD.upper()},' if SIMD else ''} below the roofs of the machine"
     (RESULTS / f"{name}.svg").write_text(picture(points, units, reading, title))
     about = f"""{title}
 ![The ops of the table below their roofs]({name}.svg)
