@@ -19,6 +19,8 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import OpPool, ScaleFlag, ScaleMode
 from ggmlb.core.errors import BackendError
+from ggmlb.core.graph import Graph
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 from tests.support.array_program import Program, close
 
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
@@ -247,3 +249,20 @@ def test_what_does_not_follow_from_nothing_is_declined(build):
     ctx = Context()
     node = build(ctx, ctx.new_tensor(F32, (0, 3)))
     assert backend_reg().devices[0].declines(node) == "src0 has no elements"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("max_bias", [0.0, 8.0])
+def test_soft_max_in_place_is_that_of_another_result(cpu, scale, max_bias):
+    x, mask = np.float32([[1, 2, -1]]), np.float32([[0.5, -0.25, 0]])
+    found = []
+    for name in ("soft_max_ext", "soft_max_ext_inplace"):
+        ctx = Context()
+        a, m = ctx.new_tensor("f32", (3, 1)), ctx.new_tensor("f32", (3, 1))
+        y = getattr(ctx, name)(a, m, scale, max_bias)
+        with alloc_ctx_tensors(ctx, cpu):
+            a.set_array(x)
+            m.set_array(mask)
+            cpu.graph_compute(Graph().build_forward_expand(y))
+            found.append(y.to_numpy())
+    np.testing.assert_array_equal(*found)

@@ -38,7 +38,7 @@ def soft_max(lw: NodeLowering, t: Tensor) -> None:
     def kernel(y: Array, x: Array, *rest: Array) -> None:
         *operands, z = rest
         sink = operands.pop() if has_sinks else None
-        if scale != 1:
+        if scale != 1 or max_bias > 0:  # y, which may be x, is the memory of the biased mask
             x = np.multiply(x, scale, out=z)
         if has_mask:
             bias = operands[0]
