@@ -11,6 +11,10 @@ import pytest
 import ggmlb
 from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
 from ggmlb.backends.cuda import CudaReg
+from ggmlb.core.ops import SPECS
+from ggmlb.core.placement import overlap, same_place
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend
 from ggmlb.parallel.meta import MIRRORED
 from ggmlb.parallel.meta.reduce import MetaCommunicator
 from ggmlb.testing.devices import sharded_by_chance
@@ -38,6 +42,26 @@ def test_golden_programs_however_their_inputs_are_dealt_out(case: Case, n_device
         wrong = {name: verdict.reason for name, verdict in built.compare().items() if not verdict.ok}
         assert not wrong, states
         allocator.free()
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
+def test_results_in_an_operands_memory_have_its_layout(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a device whose work-items run at once would read what others have written already."""
+    planned: list[Tensor] = []
+    plan = Backend.graph_plan_create
+    monkeypatch.setattr(Backend, "graph_plan_create", lambda b, g: (planned.extend(g.nodes), plan(b, g))[1])
+    for seed in range(3):
+        device = ggmlb.meta_device([CPU] * 2, lambda t: sharded_by_chance(t, 2, f"{case.id} {seed}"))  # noqa: B023
+        leafs = Context()
+        built = case.build(leafs=leafs)
+        meta, allocator = device.init_backend(), GraphAllocator(device.buffer_type)
+        with meta, ggmlb.alloc_ctx_tensors(leafs, meta), allocator:
+            built.upload()
+            allocator.alloc_graph(built.graph)
+            meta.graph_compute(built.graph)
+            pairs = [(node, src) for node in planned if SPECS[node.op].inplace for src in node.sources]
+            assert planned and all(not overlap(*pair) or same_place(*pair) for pair in pairs)
+            planned.clear()
 
 
 def mixed(*names: str) -> list[ggmlb.Device]:

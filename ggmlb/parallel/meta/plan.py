@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ggmlb.core.enums import NO_OPS, TensorFlag
 from ggmlb.core.graph import Graph
 from ggmlb.core.ops import SPECS
+from ggmlb.core.placement import overlap, same_place
 from ggmlb.core.sharding import PARTIAL
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, GraphPlan
@@ -179,9 +180,9 @@ class _Sharder:
         if root is not None and not self._fits(node, root, result):
             result, wants = whole(wants)
             by_wholes = self._device.state(into).is_cut
-        pairs = zip(node.src, wants, strict=True)
-        operands = [None if src is None else self._operand(src, want) for src, want in pairs]
         places = self._wholes(node) if by_wholes else self._places(node)
+        pairs = zip(node.src, wants, strict=True)
+        operands = [None if src is None else self._operand(src, want, places) for src, want in pairs]
         slices = tuple(
             _computing(node, place, [None if o is None else o[j] for o in operands])
             for j, place in enumerate(places)
@@ -223,14 +224,24 @@ class _Sharder:
         assert isinstance(node.buffer, MetaBuffer)
         return node.buffer.slices(node)
 
-    def _operand(self, src: Tensor, want: SplitState) -> Slices:
-        """Return the slices of an operand in the required state."""
+    def _operand(self, src: Tensor, want: SplitState, places: Slices) -> Slices:
+        """Return the slices of an operand in the required state, for results at `places`.
+
+        An allocator may place a result in an operand's memory, where slices cut from a whole operand have
+        other strides than the result's: these are cut from a copy.
+        """
         state = self._device.state(src)
         if state == want:
             return self._slices(src)
         wholes = self._wholes(src) if state.is_cut else self._slices(src)
         if not want.is_cut:
             return wholes
+        found = self._cut(src, want, wholes)
+        apart = [not overlap(a, b) or same_place(a, b) for a, b in zip(places, found, strict=True)]
+        return found if all(apart) else self._cut(src, want, self._wholes(src))
+
+    def _cut(self, src: Tensor, want: SplitState, wholes: Slices) -> Slices:
+        """Return the devices' slices of an operand that each of them has whole."""
         axis, (parts,) = want.axis, want.segments
         step = src.nb[axis]
         starts = [sum(parts[:j]) for j in range(self._n)]
