@@ -97,7 +97,7 @@ def test(
             metavar="MODE",
             help="Kind of test. test: values and memory; support: supports_op is right for supported and "
             "unsupported nodes; grad: gradients; perf: speed; behaviour: order of work, copies, "
-            "buffers and plans; all: these five, after an estimate of the time.",
+            "buffers and plans; all: these five; an estimate of the time is printed first.",
         ),
     ] = Mode.test,
     format: Annotated[

@@ -124,7 +124,7 @@ class GpuBackend(Backend):
 
     @abstractmethod
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """Wait for all queued work, then copy the contents of a buffer to `words`."""
+        """Wait for all queued work, then copy a buffer to `words`, an array in host memory."""
 
     def _free(self) -> None:
         self.helpers.free()

@@ -16,7 +16,7 @@ from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 
 
 class RayDevice(Device):
-    """A device of another machine.
+    """A device of another machine, reached by Ray.
 
     Attributes:
         link: The connection to its machine.

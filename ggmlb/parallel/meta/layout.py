@@ -40,7 +40,7 @@ def slice_of(dtype: DType, ne: Ne, state: SplitState, device: int) -> Slice:
 def slices_of_view(
     dtype: DType, root_ne: Ne, root: SplitState, ne: Ne, nb: Ne, offset: int
 ) -> SlicedView | None:
-    """Return each device's slice of a view of a cut tensor; `None` if it is not whole segments (cut units).
+    """Return each device's part of a view of a cut tensor; `None` unless it consists of whole segments.
 
     Args:
         dtype: Type of both.

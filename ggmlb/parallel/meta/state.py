@@ -1,4 +1,4 @@
-"""Split states of results, even splits, and checks of users' split states."""
+"""Split states (how a tensor is divided over devices): of op results, even ones, checks of callers' ones."""
 
 from __future__ import annotations
 

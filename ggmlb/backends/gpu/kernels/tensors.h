@@ -117,8 +117,8 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
                  INDICES_(x, r_))
 #endif
 
-/* d(i) = value for each element, an expression of i0 to i3 and of what `loads` has loaded. With PER_LANE, LANES work-items have
-   a segment of a row, PER_LANE elements each, so that indices are divided once per segment. */
+/* d(i) = value for each element, an expression of i0 to i3 and of what `loads` has loaded. If PER_LANE is defined, LANES
+   work-items share a segment of a row, PER_LANE elements each, so that i1 to i3 are computed once per segment. */
 #define ALONG(x)      VALUE(x, ROW(x, i1, i2, i3), i0)
 #define LOAD_ALONG(x) LOAD_ROW(x, ROW(x, i1, i2, i3), d_ne0)
 #define MAP_ELEMENTS(d, loads, value) MAP_ROWS(d, d, ROW(d, i1, i2, i3), loads, value)

@@ -240,7 +240,7 @@ class Variable:
         self.set(start)
 
     def set(self, value: Value) -> None:
-        """Assign a value to the variable."""
+        """Emit a store of a value to this variable of the kernel."""
         self._kernel.build.store(value.raw, self._slot)
 
     @property
