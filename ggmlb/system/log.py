@@ -5,8 +5,8 @@ shown unless the program configures logging, or `GGMLB_LOG` names a level (`GGML
 records on standard error. Problems are `warnings` instead, which
 `logging.captureWarnings(True)` turns into records.
 
-`logging` takes 10 ms to import, so ggmlb imports it for `GGMLB_LOG` only: what happens before the program imports
-it leaves no record.
+`logging` takes 10 ms to import, so ggmlb imports it for `GGMLB_LOG` only: what happens before the
+program imports it leaves no record.
 """
 
 from __future__ import annotations
