@@ -156,6 +156,28 @@ def test_what_follows_products_is_fused(
     assert (plain == fused_).all()
 
 
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16])
+@pytest.mark.parametrize("repacked", [(True, False), (False, True)])
+def test_weights_of_unlike_memory_are_not_taken_for_alike(
+    widest: LlvmBackend, dtype: DType, repacked: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, v = (weight(dtype, K, M, repacked=r) for r in repacked)
+    results = []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        ctx = Context()
+        x = ctx.set_input(ctx.new_tensor(DType.F32, (K, 1)))
+        y = ctx.set_output(ctx.swiglu_split(ctx.mul_mat(w, x), ctx.mul_mat(v, x)))
+        graph = Graph().build_forward_expand(y)
+        widest.graph_optimize(graph)
+        with GraphAllocator(widest.default_buffer_type) as allocator:
+            allocator.alloc_graph(graph)
+            x.set_array(np.random.default_rng(0).standard_normal((1, K), np.float32))
+            widest.graph_compute(graph)
+            results.append(y.to_numpy().copy())
+    np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.parametrize("repacked", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "n"), [(DType.Q8_0, 3), (DType.Q8_0, 21), (DType.Q8_0, 1024), (DType.F32, 21)]

@@ -50,6 +50,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from ggmlb.backends.common.strided import Mem
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, BufferUsage, Op, TensorFlag
 from ggmlb.core.graph import Graph
@@ -200,11 +201,13 @@ def _all(*conditions: Callable[[Group], bool]) -> Callable[[Group], bool]:
 
 
 def _same_operand(group: Group) -> bool:
-    """Whether all products read one operand, with weights of equal type and shape."""
+    """Whether all products read one operand, with weights of equal type, shape and packing."""
     if "up" not in group:
         return all(s is None for s in group["glu"].src[1:])
     (w, x), (v, y) = group["gate"].sources, group["up"].sources
-    return x is y and (w.dtype, w.ne, w.nb) == (v.dtype, v.ne, v.nb)
+    if x is not y or (w.dtype, w.ne, w.nb) != (v.dtype, v.ne, v.nb):
+        return False
+    return Mem.of(w).packing == Mem.of(v).packing
 
 
 def _rows_of_heads(group: Group) -> bool:

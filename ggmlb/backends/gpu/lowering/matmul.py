@@ -185,16 +185,11 @@ def _mul_mat_add(group: Group, target: Target) -> list[Launch]:
     return [_launch(target, weights, Mem.of(product.node.operand(1)), d, bias)]
 
 
-def _few_of_one_packing(group: Group) -> str | None:
-    packings = {Mem.of(product.node.operand(0)).packing for product in group.products}
-    return (
-        None
-        if group.result.ne[1] <= VEC_COLUMNS and len(packings) == 1
-        else "many columns, or weights in different buffer types"
-    )
+def _few_columns(group: Group) -> str | None:
+    return None if group.result.ne[1] <= VEC_COLUMNS else "many columns"
 
 
-@RULES.rule("glu", _few_of_one_packing)
+@RULES.rule("glu", _few_columns)
 def _glu(group: Group, target: Target) -> list[Launch]:
     weights, bias, glu = gated(group)
     return [_launch(target, weights, Mem.of(group["gate"].operand(1)), Mem.of(group.result), bias, glu)]
