@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
 
 from ggmlb import Backend, Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cpu import CpuReg, lowering, plan
+from ggmlb.core.enums import NO_OPS
 from ggmlb.core.errors import Error
 from ggmlb.core.tensor import Tensor
 from ggmlb.testing.cases import FAMILIES, cases_of
@@ -114,6 +117,46 @@ def test_large_constants_and_the_functions_of_users_are_not_kept(
         cpu.device.kinds.lowered.clear()
         cpu.graph_compute(Graph(nodes[:2]))
         assert lowered[3:] == 2 * ["SOFT_MAX"]
+
+
+def functions_of(lowered: lowering.LoweredCalls) -> Iterator[object]:
+    for step in lowered.steps:
+        if isinstance(step, lowering.TileStage):
+            yield step.kernel
+        elif isinstance(step, tuple):
+            yield step[0]
+        else:
+            yield from [fn for calls in step for fn, _ in calls]
+
+
+def captured_by(fn: object) -> Iterator[object]:
+    """What a function has captured, with what is in its lists and what its functions have captured."""
+    found = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
+    if isinstance(fn, partial):
+        found += [fn.func, *fn.args, *fn.keywords.values()]
+    for x in found:
+        yield from x if isinstance(x, list) else [x]
+        yield from captured_by(x)
+
+
+def test_constants_are_arguments_so_that_their_size_is_known(cpu: Backend) -> None:
+    wrong = set()
+    for case in CASES:
+        try:
+            built = case.program.case(case.id).build(ctx := Context())
+        except Error:
+            continue
+        if any(cpu.device.declines(node) for node in built.graph.nodes):
+            continue
+        buffer = alloc_ctx_tensors(ctx, cpu)
+        for node in built.graph.nodes:
+            if node.op not in NO_OPS and not node.is_empty:
+                functions = functions_of(lowering.lower(node, 2))
+                held = chain.from_iterable(map(captured_by, functions))
+                wrong |= {node.op_desc() for x in held if isinstance(x, np.ndarray)}
+        if buffer is not None:
+            buffer.free()
+    assert not wrong
 
 
 def test_zeros_of_either_sign_are_two_kinds(cpu: Backend) -> None:

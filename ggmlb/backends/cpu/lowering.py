@@ -2,7 +2,7 @@
 
 A view names its memory by number, so that the calls serve all nodes of a kind (`common.kinds`); a plan binds
 them to the memory of each (`CpuPlan`). So functions that a rule emits get arrays as arguments, and must not
-capture views.
+capture views, nor constant arrays, whose size `emit` adds up to decide what is cached.
 
 A kernel that is emitted as `tiled` runs over tiles of its operands, with conversions at the tiles' edges.
 Consecutive kernels that can be tiled alike are grouped: all of them run over the first tile, then over

@@ -16,13 +16,13 @@ from ggmlb.core.tensor import Tensor
 @RULES.rule(Op.ARANGE, operands(out=F32))
 def arange(lw: NodeLowering, t: Tensor) -> None:
     """`start + i step`."""
-    start, step, count = t.params["start"], t.params["step"], np.arange(t.ne[0], dtype=np.float32)
+    start, step = t.params["start"], t.params["step"]
 
-    def kernel(y: Array) -> None:
+    def kernel(y: Array, count: Array) -> None:
         np.multiply(count, step, out=y)
         np.add(y, start, out=y)
 
-    lw.emit(kernel, lw.view(t))
+    lw.emit(kernel, lw.view(t), np.arange(t.ne[0], dtype=np.float32))
 
 
 @RULES.rule(Op.FILL, operands(FLOATS))
@@ -35,18 +35,17 @@ def fill(lw: NodeLowering, t: Tensor) -> None:
 @RULES.rule(Op.TRI, operands(FLOATS))
 def tri(lw: NodeLowering, t: Tensor) -> None:
     """The lower or upper triangle of `a`, with or without the diagonal; 0 elsewhere."""
-    kind = t.params["type"]
-    column, row = np.arange(t.ne[0]), np.arange(t.ne[1])[:, None]
     is_outside = {
         TriType.LOWER: np.greater_equal,
         TriType.LOWER_DIAG: np.greater,
         TriType.UPPER: np.less_equal,
         TriType.UPPER_DIAG: np.less,
-    }[kind]
+    }[t.params["type"]]
 
     def kernel(y: Array, x: Array) -> None:
+        n_rows, n = y.shape[-2:]
         np.copyto(y, x)
-        np.copyto(y, 0, where=is_outside(column, row))
+        np.copyto(y, 0, where=is_outside(np.arange(n), np.arange(n_rows)[:, None]))
 
     lw.tiled(kernel, lw.view(t), lw.view(t.sources[0]), inner=2)
 
@@ -71,10 +70,10 @@ def timestep_embedding(lw: NodeLowering, t: Tensor) -> None:
     )
     x, angle = lw.f32(lw.view(t.sources[0])), lw.scratch((t.ne[1], half))
 
-    def kernel(y: Array, x: Array, angle: Array) -> None:
+    def kernel(y: Array, x: Array, frequency: Array, angle: Array) -> None:
         np.multiply(x, frequency, out=angle)
         np.cos(angle, out=y[:, :half])
         np.sin(angle, out=y[:, half : 2 * half])
         y[:, 2 * half :] = 0
 
-    lw.emit(kernel, lw.view(t)[0, 0], x[0, 0, 0, :, None], angle)
+    lw.emit(kernel, lw.view(t)[0, 0], x[0, 0, 0, :, None], frequency, angle)

@@ -32,7 +32,7 @@ def _rope(lw: NodeLowering, t: Tensor, direction: float) -> None:
     ff = lw.view(factors)[0, 0, 0, :n_pairs] if factors is not None else None
     cos, sin = lw.scratch((n_tokens, n_pairs)), lw.scratch((n_tokens, n_pairs))
 
-    def turn(cos: Array, sin: Array, pos: Array, ff: Array | None) -> None:
+    def turn(cos: Array, sin: Array, pos: Array, ff: Array | None, angle: Array, channel: Array) -> None:
         np.copyto(cos, pos[channel].T if len(pos) > 1 else pos.T)
         np.multiply(cos, angle, out=cos)
         if ff is not None:
@@ -44,7 +44,7 @@ def _rope(lw: NodeLowering, t: Tensor, direction: float) -> None:
         if magnitude * direction != 1:
             np.multiply(sin, magnitude * direction, out=sin)
 
-    lw.emit(turn, cos, sin, pos, ff)
+    lw.emit(turn, cos, sin, pos, ff, angle, channel)
     if params["mode"] == RopeType.NORMAL:
         first, second = slice(start, start + n_dims, 2), slice(start + 1, start + n_dims, 2)
     else:

@@ -77,14 +77,14 @@ def soft_max_back(lw: NodeLowering, t: Tensor) -> None:
 
 
 def _diag_mask(lw: NodeLowering, t: Tensor, value: float) -> None:
-    (a,) = t.sources
-    column, last = np.arange(a.ne[0]), np.arange(a.ne[1])[:, None] + t.params["n_past"]
+    n_past = t.params["n_past"]
 
     def kernel(y: Array, x: Array) -> None:
+        n_rows, n = y.shape[-2:]
         np.copyto(y, x)
-        np.copyto(y, value, where=column > last)
+        np.copyto(y, value, where=np.arange(n) > np.arange(n_rows)[:, None] + n_past)
 
-    lw.tiled(kernel, lw.view(t), lw.view(a), inner=2)
+    lw.tiled(kernel, lw.view(t), lw.view(t.sources[0]), inner=2)
 
 
 @RULES.rule(Op.DIAG_MASK_INF, operands(FLOATS))

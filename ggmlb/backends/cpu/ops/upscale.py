@@ -126,13 +126,14 @@ def _resample(lw: NodeLowering, y: View, x: View, axis: int, taps: Taps) -> None
     shape = [1] * 4
     shape[axis] = -1
     weight = [w.reshape(shape) for w in taps.weights]
+    n = len(index)
 
-    def kernel(y: Array, x: Array, tmp: Array) -> None:
-        take(y, x, index[0], axis)
-        np.multiply(y, weight[0], out=y)
-        for i, w in zip(index[1:], weight[1:], strict=True):
+    def kernel(y: Array, x: Array, tmp: Array, *tables: Array) -> None:
+        take(y, x, tables[0], axis)
+        np.multiply(y, tables[n], out=y)
+        for i, w in zip(tables[1:n], tables[n + 1 :], strict=True):
             take(tmp, x, i, axis)
             np.multiply(tmp, w, out=tmp)
             np.add(y, tmp, out=y)
 
-    lw.emit(kernel, y, x, lw.scratch(y.shape))
+    lw.emit(kernel, y, x, lw.scratch(y.shape), *index, *weight)
