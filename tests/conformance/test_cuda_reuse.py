@@ -105,6 +105,31 @@ def test_what_is_made_of_a_moment_is_made_anew_after_the_step_that_changes_it(
         assert np.abs(y.to_numpy() - want).max() < 0.02 * np.abs(want).max(), y is second
 
 
+@pytest.mark.parametrize(("dtype", "n"), [(DType.Q4_0, 2), (DType.F16, 20)], ids=["q8", "cublas"])
+def test_what_is_made_of_an_input_is_made_anew_after_a_split_product(
+    stream: CudaBackend, dtype: DType, n: int
+) -> None:
+    """The plan of the split product, on the same stream, has its activations in the same scratch memory."""
+    ctx, split_ctx = Context(), Context()
+    v, w = ctx.new_tensor(dtype, (K, 24)), ctx.new_tensor(dtype, (K, 24))
+    x, z = ctx.new_tensor(DType.F32, (K, n)), ctx.new_tensor(DType.F32, (K, n))
+    rows = split_ctx.new_tensor(dtype, (K, 32))
+    split = stream.device.reg.get_proc_address("split_buffer_type")
+    assert split is not None
+    alloc_ctx_tensors(split_ctx, split(0, (1.0,)))
+    products = {ctx.mul_mat(v, x): (v, x), ctx.mul_mat(rows, z): (rows, z), ctx.mul_mat(w, x): (w, x)}
+    graph = Graph().build_forward_expand(*products)
+    alloc_ctx_tensors(ctx, stream)
+    rng = np.random.default_rng(0)
+    for t in (v, w, x, z, rows):
+        t.set_array(rng.standard_normal(t.shape, np.float32))
+    for _ in range(3):
+        stream.graph_compute(graph)
+        for i, (y, (weights, data)) in enumerate(products.items()):
+            want = data.to_numpy() @ weights.to_numpy().T
+            assert np.abs(y.to_numpy() - want).max() < 0.02 * np.abs(want).max(), i
+
+
 @pytest.mark.parametrize("kind", ["launch", "gemm", "two", "split"])
 def test_a_plan_holds_all_memory_that_its_steps_use(stream: CudaBackend, kind: str) -> None:
     """Each operand and the result in a buffer of its own: freed memory is noticed, used memory waited for."""

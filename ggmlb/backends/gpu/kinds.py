@@ -258,7 +258,9 @@ class BoundItems(Generic[Step]):
                 self.steps += found.steps
             self.n_steps.append(n)
             self.results += [item.result if isinstance(item, Group) else item] * n
-            if self._ready and (tensors or is_other):
+            if is_other:
+                self._ready.clear()  # the product's own plans use the same scratch memory
+            elif self._ready and tensors:
                 self._forget_written(item)
         self.pieces: tuple[tuple[int, int, int], ...] = tuple([(n, first, last) for n, first, last in pieces])
         del self._ready
