@@ -4,9 +4,8 @@ ggml's matrices are row-major and cuBLAS's column-major, so that cuBLAS reads ea
 `[k, m]`, is a k x m matrix of columns; `b`, ne `[k, n]`, is k x n; and `d`, ne `[m, n]`, is m x n. Hence
 d = a^T b, without a copy: `transa` is T, `transb` is N, and the leading dimensions are the rows' strides.
 
-CuPy's own bindings refuse calls during stream capture.
-ctypes is enough for nine functions; nvmath-python has its own handling of workspaces and streams, and a dozen
-dependencies.
+CuPy's own bindings refuse calls during stream capture. ctypes is enough for eight functions; nvmath-python
+has its own handling of workspaces and streams, and a dozen dependencies.
 
 Each stream has its own handle and workspace; otherwise, cuBLAS would allocate a workspace during capture or
 share one between streams.
@@ -33,7 +32,7 @@ WORKSPACE_NBYTES: Final = 32 << 20
 
 _TYPES: Final = {DType.F32: 0, DType.F16: 2, DType.BF16: 14}  # cudaDataType_t
 _N, _T = 0, 1
-_COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77
+_COMPUTE_32F = 68  # for f32 without rounding to TF32
 _DEFAULT_ALGORITHM = -1
 _NO_REDUCED_PRECISION_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
 _STATUS: Final = {
@@ -206,21 +205,16 @@ class CuBlas:
     """A cuBLAS handle with its workspace. Calls are queued on a given stream, also during its capture.
 
     The current device must be the handle's.
-
-    Attributes:
-        tf32: Whether products of f32 may round their operands to 10 bits of mantissa.
     """
 
-    def __init__(self, lib: Any, workspace: int, nbytes: int, tf32: bool = False) -> None:
+    def __init__(self, lib: Any, workspace: int, nbytes: int) -> None:
         """Create a handle.
 
         Args:
             lib: The result of `library()`.
             workspace: Address of device memory that outlives the handle, a multiple of 256.
             nbytes: Its size [bytes].
-            tf32: See the attribute.
         """
-        self.tf32 = tf32
         self._lib = lib
         self._workspace = workspace, nbytes
         self._stream: int | None = None
@@ -248,13 +242,11 @@ class CuBlas:
         """
         a, b, d = addresses
         kind = _TYPES[gemm.a.dtype]
-        fast = self.tf32 and gemm.a.dtype is DType.F32
-        compute = _COMPUTE_32F_FAST_TF32 if fast else _COMPUTE_32F
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         alpha, beta = ctypes.byref(one), ctypes.byref(zero)
         shape = (_T, _N, gemm.m, gemm.n, gemm.k, alpha)
         lda, ldb, ldd = gemm.ld
-        end = (compute, _DEFAULT_ALGORITHM)
+        end = (_COMPUTE_32F, _DEFAULT_ALGORITHM)
         args: tuple[Any, ...]
         if gemm.places:
             table = np.array([[a + x, b + y, d + z] for x, y, z in gemm.places], np.uint64).T
