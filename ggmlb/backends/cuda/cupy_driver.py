@@ -223,7 +223,7 @@ class CupyDriver:
                     ):
                         carve_out = cu.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
                         cu.funcSetAttribute(function.ptr, carve_out, 100)
-                    self._functions[key] = function
+                    self._functions.setdefault(key, function)  # the first, if threads compile it: it is bound
                 except self.errors:
                     raise
                 except Exception as error:  # of the compiler, or of the search for it and for CUDA's headers
