@@ -71,8 +71,7 @@ class CudaPlan(GpuPlan[Step]):
 
     def __init__(self, backend: CudaBackend, graph: Graph) -> None:
         device = backend.device
-        by = CudaLowering(device.target)
-        super().__init__(backend, graph, by, by)
+        super().__init__(backend, graph, CudaLowering(device.target))
         steps = [step for part in self.parts for step in part.steps]
         self.segments: list[Segment] = [
             Segment(device.driver, backend.idle_graphs, list(run))

@@ -52,7 +52,7 @@ class OperandSlot:
         return self.pack
 
 
-class KindLowering(Protocol[Request, Step]):
+class KindLowering(Hashable, Protocol[Request, Step]):
     """Interface of backends: lowers a node or group to requests (such as launches), packs arguments."""
 
     def lower(self, item: Item) -> list[Request | PreparedOperand]:
@@ -194,13 +194,11 @@ class BoundItems(Generic[Step]):
     Args:
         items: Nodes and groups, in order.
         kinds: Cache of lowered kinds.
-        by: The backend's lowering.
-        key: Further part of the cache key.
+        by: The backend's lowering, with the target; it is a part of the cache key.
         is_apart: Whether an item is not lowered here (a row-split product), and has no steps.
 
     Attributes:
         n_steps: Number of steps of each item.
-        apart: For each item, the result of `is_apart`.
         results: The node that each step computes, or the last node of its group.
         steps: The steps.
         new: Steps that were not in the cache.
@@ -214,15 +212,12 @@ class BoundItems(Generic[Step]):
         items: Sequence[Item],
         kinds: Kinds[Lowered[Step]],
         by: KindLowering[Any, Step],
-        key: Hashable = None,
         is_apart: Callable[[Item], bool] = lambda _: False,
     ) -> None:
         kinds.make_room()
-        known, (key_number,) = kinds.lowered, kinds.numbered([key])
-        self.apart = [is_apart(item) for item in items]
-        tensors_of = [
-            () if other else operands_of(item) for item, other in zip(items, self.apart, strict=True)
-        ]
+        known, (key_number,) = kinds.lowered, kinds.numbered([by])
+        apart = [is_apart(item) for item in items]
+        tensors_of = [() if other else operands_of(item) for item, other in zip(items, apart, strict=True)]
         operands = Operands(tensors_of, kinds)
         self.n_steps: list[int] = []
         self.results: list[Tensor] = []
@@ -239,7 +234,7 @@ class BoundItems(Generic[Step]):
         self._of_records: list[int] = []
         self._ready: dict[Tensor, dict[str, list[int]]] = {}
         number_of = operands.numbers.__getitem__
-        for item, tensors, is_other in zip(items, tensors_of, self.apart, strict=True):
+        for item, tensors, is_other in zip(items, tensors_of, apart, strict=True):
             n = 0
             if tensors:
                 ready = self._ready_for(tensors) if self._ready else ()

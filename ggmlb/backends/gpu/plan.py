@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -72,7 +72,6 @@ class GpuPlan(GraphPlan, Generic[Step]):
         backend: The stream.
         graph: The graph.
         by: The backend's lowering.
-        key: Further part of the cache key.
 
     Attributes:
         parts: The nodes with their steps.
@@ -80,10 +79,10 @@ class GpuPlan(GraphPlan, Generic[Step]):
         has_indices: Whether steps read indices, so that `synchronize` must check them.
     """
 
-    def __init__(self, backend: GpuBackend, graph: Graph, by: KindLowering[Any, Any], key: Hashable) -> None:
+    def __init__(self, backend: GpuBackend, graph: Graph, by: KindLowering[Any, Any]) -> None:
         super().__init__(backend, graph)
         items = fuse(graph, backend.can_fuse)
-        bound = BoundItems(items, backend.device.kinds, by, key, _is_apart)
+        bound = BoundItems(items, backend.device.kinds, by, _is_apart)
         products = {
             i: RowSplitProduct(x, backend, backend.helpers) for i, x in enumerate(items) if _is_apart(x)
         }

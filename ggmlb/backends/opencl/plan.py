@@ -92,7 +92,7 @@ class OpenClPlan(GpuPlan["Step | RowSplitProduct"]):
             """The OpenCL stream that runs the plan."""
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
-        super().__init__(backend, graph, OpenClLowering(backend.target), backend.target)
+        super().__init__(backend, graph, OpenClLowering(backend.target))
         self.stages = [Stage([], None)]
         for part in self.parts:
             for step in part.steps:
