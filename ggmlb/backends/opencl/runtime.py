@@ -35,9 +35,7 @@ def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0, *, dev
     except cl.Error as error:
         if buft is not None and is_out_of_memory(error):
             raise buft.out_of_memory(nbytes, str(error)) from None
-        raise _failure(
-            call, str(error), error.code, device or (buft.device.name if buft and buft.device else "")
-        ) from None
+        raise _failure(call, str(error), error.code, device) from None
     finally:
         guard.leave()
 
