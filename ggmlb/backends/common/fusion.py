@@ -7,7 +7,7 @@ would change results that others read. `can_fuse` says whether the backend has a
 backend lowers a graph by
 
     for item in fuse(graph, can_fuse):        # can_fuse(group) -> bool: there is a kernel for these types
-        launches += lower_group(item) if isinstance(item, Group) else lower(item)
+        launches += lower(item)               # a node or a Group
 
 and, if the nodes of a group are far apart, the backend's `graph_optimize` first calls `gather(graph,
 can_fuse)`, so that the allocator cannot reuse an operand's memory in between. A `Group` holds its nodes
