@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 N_WORDS: Final = 3
 """Words of the record (i64): whether there is a bad index (i32 and padding), the index, the step's number."""
 
+MAX_DROPPED: Final = 4096
+"""Number of dropped plans at which planning synchronizes the stream, to drop the names of their nodes."""
+
 
 class BadIndices:
     """A stream's first out-of-range index, recorded on the device, and the node that each step computes."""
@@ -41,9 +44,15 @@ class BadIndices:
         self._last_use = self._last_checked = 0
 
     def bind(self, plan: object, steps: Sequence[BadIndex], stream: GpuBackend) -> list[tuple[Buffer, int]]:
-        """Number a plan's steps that read indices (rows, experts); return each one's record and number."""
+        """Number a plan's steps that read indices (rows, experts); return each one's record and number.
+
+        Raises:
+            BackendError: As `finish`, if there are many dropped plans.
+        """
         if not steps:
             return []
+        if len(self._dropped) >= MAX_DROPPED:
+            self.finish(stream)
         record = self._record
         if record is None:
             record = stream.alloc_buffer(8 * N_WORDS)
