@@ -47,6 +47,20 @@ def test_after_reserve_smaller_graphs_allocate_and_plan_nothing() -> None:
         assert (allocator.n_plans, allocator.n_reallocs, kind.n_calls) == (1, 1, 1)
 
 
+def test_a_larger_plan_is_found_behind_a_smaller_one_and_sizes_take_turns() -> None:
+    def product(n: int, m: int) -> Graph:
+        ctx = Context()
+        a, b = (ctx.sqr(ctx.new_tensor(DType.F32, (k, 8))) for k in (n, m))
+        return graph_of(ctx.out_prod(a, b))
+
+    with GraphAllocator(memory()) as allocator:
+        for n in (64, 4):
+            allocator.reserve(product(n, n))
+        for sizes in ((64, 64), (99, 2), (2, 99), (99, 2), (2, 99)):
+            allocator.alloc_graph(product(*sizes))
+        assert allocator.n_plans == 4
+
+
 def test_growing_replaces_the_memory_only_where_it_must() -> None:
     first, second = memory(), memory()
     with GraphAllocator([first, second]) as allocator:

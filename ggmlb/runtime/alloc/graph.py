@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import le
 
 from ggmlb.core.enums import BufferUsage, TensorFlag
 from ggmlb.core.errors import ArgumentError, GraphError
@@ -32,8 +33,8 @@ class GraphAllocator(Freeable):
     - A tensor in another buffer (a weight) is skipped. Tensors placed by this allocator are placed again:
       allocating a graph reuses the memory of the previous graph.
 
-    A plan is cached for each topology: the same ops, edges, views, flags and outside tensors. Graphs of
-    that topology reuse it as long as their tensors are no larger, so that no memory is allocated after
+    Plans are cached by topology: the same ops, edges, views, flags and outside tensors. Graphs of that
+    topology reuse a plan as long as their tensors are no larger, so that no memory is allocated after
     `reserve` of the largest graph: new plans for smaller tensors could need more, as they leave other gaps.
     A context manager: leaving it frees the memory.
 
@@ -270,17 +271,17 @@ class GraphAllocator(Freeable):
     # -- plans ---------------------------------------------------------------------------------
 
     def _find(self, indexed: IndexedGraph, ids: BufferIds | None) -> Plan:
-        """Return the cached plan of the topology if it fits, else a new one that replaces it.
+        """Return a cached plan that fits the graph, or a new one, which replaces plans that it outgrows.
 
-        `ids` are by default those of the cached plan.
+        `ids` are by default those of a cached plan.
         """
-        key, outgrown = indexed.key, None
+        key, outgrown = indexed.key, list[Plan]()
         for plan in self._plans:
             if plan.key == key and (ids is None or plan.buffer_ids == ids):
-                ids, outgrown = plan.buffer_ids, plan
+                ids = plan.buffer_ids
                 if plan.fits(indexed.tensors, self._memories.sizes(indexed.tensors, plan.memories)):
                     return plan
-                break
+                outgrown.append(plan)
         if ids is None:
             raise GraphError(
                 f"alloc_graph: no graph of this topology ({len(indexed.n_sources)} nodes) was reserved, so "
@@ -288,8 +289,9 @@ class GraphAllocator(Freeable):
                 "or alloc_graph_n"
             )
         made = self._plan(indexed, ids)
-        if outgrown is not None:
-            self._plans.remove(outgrown)
+        for plan in outgrown:
+            if all(map(le, plan.sizes, made.sizes)):
+                self._plans.remove(plan)
         return made
 
     def _plan(self, indexed: IndexedGraph, ids: BufferIds) -> Plan:
