@@ -175,9 +175,8 @@ def _part(c: Context, node: Tensor, x: Tensor, u: Tensor, grad: Tensor, part: in
     act = ACTIVATIONS[op]
     if part:
         return c.mul(grad, c.unary(x, act))
-    y = (
-        c.unary(x, act) if act in (UnaryOp.GELU_ERF, UnaryOp.GELU_QUICK) else x
-    )  # other derivatives do not read it
+    # Other derivatives do not read the result.
+    y = c.unary(x, act) if act in (UnaryOp.GELU_ERF, UnaryOp.GELU_QUICK) else x
     slope = DERIVATIVES[act](c, x, y, c.mul(grad, u))
     assert slope is not None
     return slope
