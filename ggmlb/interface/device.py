@@ -203,10 +203,10 @@ class Device(Unique, ABC):
     def declines(self, op: Tensor) -> str | None:
         """Return why the device cannot compute the node, or `None` if it can.
 
-        It depends on the node's op, params, types, shapes and strides, and on the buffers of placed
-        sources that store another layout (`Buffer.stored_layout`, `Buffer.packing`); a scheduler asks once
-        for nodes that have these in common. Whether the device can access a buffer is the question of
-        `supports_buft`.
+        It depends on the node's op, params, flags, types, shapes and strides, and on the buffer types of
+        placed sources that store another layout (`BufferType.stored_layout`, `BufferType.packing`), and on
+        nothing else: a scheduler asks once for nodes that have these in common. Whether the device can
+        access a buffer is the question of `supports_buft`.
         """
 
     def supports_op(self, op: Tensor) -> bool:
