@@ -21,7 +21,7 @@ from ggmlb.testing.ops.record import ROW, cases, f32, main
 TASKS = (1, 2, 5, N_TASKS_MAX)
 
 
-def _drawn_mean(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
+def _sum_of_halves(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
     """Write every `nth` row of a sum of halves; raise unless arrays and share of work are as documented."""
     found = [array.shape for array in (dst, *operands)]
     if any(shape != ne[::-1] for shape in found):
@@ -37,22 +37,22 @@ def _drawn_mean(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne:
 
 def half_of_one(dst: Array, a: Array, ith: int, nth: int, ne: Extents) -> None:
     """Write `a / 2` to `dst`, in rows `ith`, `ith + nth`, ..."""
-    _drawn_mean(dst, (a,), ith, nth, ne)
+    _sum_of_halves(dst, (a,), ith, nth, ne)
 
 
 def half_of_two(dst: Array, a: Array, b: Array, ith: int, nth: int, ne: Extents) -> None:
     """Write `a / 2 + b / 2` to `dst`, in rows `ith`, `ith + nth`, ..."""
-    _drawn_mean(dst, (a, b), ith, nth, ne)
+    _sum_of_halves(dst, (a, b), ith, nth, ne)
 
 
 def half_of_three(dst: Array, a: Array, b: Array, c: Array, ith: int, nth: int, ne: Extents) -> None:
     """Write `a / 2 + b / 2 + c / 2` to `dst`, in rows `ith`, `ith + nth`, ..."""
-    _drawn_mean(dst, (a, b, c), ith, nth, ne)
+    _sum_of_halves(dst, (a, b, c), ith, nth, ne)
 
 
 def half_of_all(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
     """Write half of the sum of the operands to `dst`, in rows `ith`, `ith + nth`, ..."""
-    _drawn_mean(dst, operands, ith, nth, ne)
+    _sum_of_halves(dst, operands, ith, nth, ne)
 
 
 FUNCTIONS = (half_of_one, half_of_two, half_of_three)
