@@ -205,6 +205,26 @@ def test_alibi_is_not_cut_through_heads() -> None:
         np.testing.assert_allclose(y.to_numpy(), expected, rtol=1e-5)
 
 
+def test_an_abort_between_stages() -> None:
+    device = ggmlb.meta_device([CPU] * 2, lambda t: SplitState(SplitAxis.AXIS_0, (split_evenly(t.ne[0], 2),)))
+    leafs, ctx = Context(), Context()
+    w = leafs.new_tensor("f32", (8, 4), "w")
+    x = ctx.new_tensor("f32", (8, 1), "x")
+    graph = Graph().build_forward_expand(ctx.sqr(ctx.mul_mat(w, x)))
+    with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(leafs, meta):
+        GraphAllocator(device.buffer_type).alloc_graph(graph)
+        asked: list[bool] = []
+
+        def abort() -> bool:
+            asked.append(True)
+            return len(asked) == 2
+
+        meta.abort_callback = abort
+        assert meta.graph_compute(graph) is ggmlb.Status.ABORTED
+        meta.abort_callback = None
+        assert meta.graph_compute(graph) is ggmlb.Status.SUCCESS
+
+
 def test_beside_other_backends_in_a_scheduler() -> None:
     """Weights on the meta device, inputs on the CPU, and an op that a request leaves to the CPU."""
     rng = np.random.default_rng(0)

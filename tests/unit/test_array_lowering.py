@@ -9,6 +9,7 @@ from ggmlb.backends.common.rules import FLOATS, Rules, in_rows, operands
 from ggmlb.backends.cpu.lowering import RULES
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Status
 from ggmlb.core.errors import BackendError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
@@ -107,3 +108,19 @@ def test_a_failure_names_the_node(cpu, is_watched):
         p.compute(cpu, z)
     p.values[rows] = np.array([1, 2]).reshape(1, 1, 1, 2)
     p.compute(cpu, z)
+
+
+def test_the_abort_callback_is_asked_before_each_node(cpu):
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (4,))
+    nodes = [x]
+    for _ in range(4):
+        nodes.append(ctx.add(nodes[-1], x))
+    graph = Graph().build_forward_expand(nodes[-1])
+    with alloc_ctx_tensors(ctx, cpu) as buffer:
+        buffer.clear(0)
+        x.set_array(np.ones(4, np.float32))
+        answers = iter([False, False, True])
+        cpu.abort_callback = lambda: next(answers)
+        assert cpu.graph_compute(graph) is Status.ABORTED
+        assert [n.to_numpy()[0] for n in nodes[1:]] == [2, 3, 0, 0]

@@ -410,3 +410,15 @@ def test_unknown_parameters() -> None:
 def test_what_it_is_made_for() -> None:
     features = dict(backend_reg().get_proc_address("get_features")(backend_reg()))
     assert features["SIMD"] == target_for(os.environ.get("GGMLB_SIMD")).level.name
+
+
+def test_it_can_be_aborted(llvm: LlvmBackend) -> None:
+    ctx = Context()
+    x = ctx.new_tensor(F32, (8,))
+    y = ctx.neg(ctx.neg(ctx.neg(x)))
+    graph = Graph().build_forward_expand(y)
+    answers = iter([False, False, True])
+    llvm.abort_callback = lambda: next(answers)
+    with alloc_ctx_tensors(ctx, llvm):
+        x.set_array(np.ones(8, np.float32))
+        assert llvm.graph_compute(graph) is Status.ABORTED

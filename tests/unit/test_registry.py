@@ -122,6 +122,13 @@ def test_a_device_name_is_taken_and_nothing_is_half_registered() -> None:
         registry.register_device(StubReg("Other", {"Echo0": GPU}).devices[0])
 
 
+def test_a_device_of_no_type_is_refused_and_the_list_goes_on() -> None:
+    registry = registry_of(StubReg("Echo", {"Echo0": GPU}))
+    with pytest.raises(BackendBroken, match="device Bad0 is 'GPU'; it must be a member"):
+        registry.register_device(StubReg("Bad", {"Bad0": "GPU"}).devices[0])  # type: ignore[dict-item]
+    assert names(registry) == ["Echo0"]
+
+
 def test_two_devices_of_one_backend_must_differ() -> None:
     reg = StubReg("Clones", {"T0": GPU, "t0": GPU})
     with pytest.raises(RegistryError, match="'t0' of the Clones backend is taken by a device of the Clones"):
