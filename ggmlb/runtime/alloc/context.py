@@ -173,7 +173,7 @@ def _by_memory(
 
 @checked
 def override_for(name: str, overrides: Mapping[str, Home] | None) -> Home | None:
-    """Return the backend or buffer type of the first regex in `overrides` found in `name`, or `None`.
+    """Return the value (backend, buffer type, device name) of the first regex found in `name`, or `None`.
 
     Raises:
         ArgumentError: A pattern is not a regular expression.
