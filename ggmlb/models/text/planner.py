@@ -155,11 +155,19 @@ class Planner:
         if layers is None:
             homes |= dict.fromkeys((*self._layers, OUTPUT), self.order[0])
         overrides = resolved_overrides(self.requested.overrides, self.backends)
-        known = [*self.layout.names(), *(f"{kv}.{i}" for kv in KV_NAMES for i in self._layers)]
+        weights = [*self.layout.names()]
+        kv = [f"{name}.{i}" for name in KV_NAMES for i in self._layers]
         for pattern, where in overrides.items():
-            if not any(override_for(name, {pattern: where}) for name in known):
+            if any(override_for(name, {pattern: where}) for name in weights):
+                continue
+            if not any(override_for(name, {pattern: where}) for name in kv):
                 raise ArgumentError(
                     f"the override {pattern!r} matches no tensor; see the names by ggmlb show"
+                )
+            if not isinstance(where, str):
+                raise ArgumentError(
+                    f"the override {pattern!r} moves the KV cache to {where.name}; give one of the devices "
+                    f"{', '.join(names)}: other memory is for weights"
                 )
         return ResolvedPlacement(homes, {}, overrides)
 
@@ -217,7 +225,7 @@ class Planner:
     def with_params(self, **changes: object) -> Planner:
         """Return a planner with other `ContextParams`, such as another `n_ctx` or `kv_type`."""
         params = replace(self.params, **changes)  # type: ignore[arg-type]
-        return Planner(self.layout, self.backends, params, self.requested)
+        return Planner(self.layout, self.backends, params, self.requested, self.order)
 
     def over(
         self, resources: ExitStack, names: Sequence[str], requested: Placement, order: Sequence[str] = ()
@@ -264,8 +272,8 @@ class Planner:
     def most_gpu_layers(self) -> int | None:
         """Return the largest number of GPU layers (`Placement.layers`) that fits; `None` if none fits."""
         for n in range(self.config.n_layer, -1, -1):
-            other = Planner(self.layout, self.backends, self.params, replace(self.requested, layers=n))
-            if other.best_fits():
+            requested = replace(self.requested, layers=n)
+            if Planner(self.layout, self.backends, self.params, requested, self.order).best_fits():
                 return n
         return None
 
