@@ -243,12 +243,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(models: Callable[.
             {"overrides": {"exps": "CPU"}},
             "the override 'exps' matches no tensor; see the names by ggmlb show",
         ),
+        (
+            {"overrides": {"cache_k": ggmlb.device_by_name("CPU").buffer_type}},
+            "the override 'cache_k' moves the KV cache to CPU; give one of the devices OpenCL0, CPU",
+        ),
         ({"overrides": {"(": "CPU"}}, r"the override '\(' is not a regular expression"),
         (
             {"layers": -1},
             "layers is -1; give how many of the last layers to put on the first device, 0 or more, or a",
         ),
-        ({"layers": "rows"}, "strategy 'rows': it is not one of best, layer, .*; did you mean 'row'"),
+        ({"layers": "rows"}, "split mode 'rows': there is none of this name; did you mean 'row'"),
     ],
 )
 def test_placements_that_cannot_be(models: Callable[..., Path], wrong: dict[str, Any], says: str) -> None:

@@ -58,16 +58,16 @@ def test_the_time_of_a_token_is_that_of_its_bytes_calls_and_nodes(
     models: Callable[..., Path], pose: Callable[..., None]
 ) -> None:
     pose({CARD: SLOW, "CPU": FAST})
-    ways = planned(models("qwen3"), [CARD, "CPU"])
-    cost = ways["layer"].costs[CARD]
+    strategies = planned(models("qwen3"), [CARD, "CPU"])
+    cost = strategies["layer"].costs[CARD]
     assert cost.read > 1e6 and cost.kv_read == 3 * 2 * 256 * 128 * 2 and cost.calls > 3 < cost.launches
     assert cost.seconds == pytest.approx(
         (cost.read + cost.kv_read + cost.copied) / 1e9 + 1e-4 * cost.calls + 1e-5 * cost.launches
     )
-    host = ways["fastest"].costs["CPU"]
+    host = strategies["fastest"].costs["CPU"]
     assert (host.read, host.kv_read, host.copied, host.calls) == (cost.read, cost.kv_read, 0, 0)
     assert host.seconds == pytest.approx((host.read + host.kv_read) / 1e11 + 1e-6 * host.launches)
-    shared = ways["tensor"].costs[f"{CARD}+CPU"]
+    shared = strategies["tensor"].costs[f"{CARD}+CPU"]
     assert shared.read == cost.read and shared.calls >= 3 * 2 * 2 + cost.calls
     assert shared.seconds > cost.read / 2 / 1e9  # the slower half, not both
 
@@ -77,28 +77,40 @@ def test_the_cheapest_that_fits_is_taken(models: Callable[..., Path], pose: Call
     pose({CARD: SLOW, "CPU": FAST})
     assert planned(path, [CARD, "CPU"])[BEST].name == "fastest"
     pose({CARD: FAST, "CPU": SLOW})
-    ways = planned(path, [CARD, "CPU"])
-    assert ways[BEST].name == "layer" and ways["fastest"].why == "the devices are already in order of speed"
+    strategies = planned(path, [CARD, "CPU"])
+    assert (
+        strategies[BEST].name == "layer"
+        and strategies["fastest"].why == "the devices are already in order of speed"
+    )
     times = []
-    assert ways["layer"].fit is not None
-    whole = ways["layer"].fit.table.total(CARD)
+    assert strategies["layer"].fit is not None
+    whole = strategies["layer"].fit.table.total(CARD)
     for part in (4, 3, 2, 1):
-        way = planned(path, [CARD, "CPU"], {CARD: whole * part // 4})["layer"]
-        assert not way.short
-        times.append(way.time)
+        each = planned(path, [CARD, "CPU"], {CARD: whole * part // 4})["layer"]
+        assert not each.short
+        times.append(each.time)
     assert times == sorted(times) and len(set(times)) == 4, "what has less room takes longer"
     pose({CARD: SLOW, "CPU": FAST})
-    ways = planned(path, [CARD, "CPU"], {"CPU": 1000})
-    assert set(ways["fastest"].short) == {"CPU"}, "the fastest does not fit"
+    strategies = planned(path, [CARD, "CPU"], {"CPU": 1000})
+    assert set(strategies["fastest"].short) == {"CPU"}, "the fastest does not fit"
+
+
+def test_other_parameters_keep_the_order_of_devices(models: Callable[..., Path]) -> None:
+    with ExitStack() as resources:
+        planner = open_planner(resources, models(), Placement([CARD, "CPU"]), 64)
+        fastest = planner.over(resources, [CARD, "CPU"], planner.requested, ["CPU", CARD])
+        assert fastest.order == fastest.with_params(n_ctx=32).order == ["CPU", CARD]
 
 
 def test_strategies_that_are_not_possible_say_why(
     models: Callable[..., Path], pose: Callable[..., None]
 ) -> None:
     pose({CARD: SLOW, "CPU": FAST, "LLVM": FAST})
-    ways = planned(models("qwen3moe"), [CARD, "CPU"])
-    assert ways["tensor"].why.startswith(f"{CARD}+CPU: different devices cannot share layers with experts")
-    assert ways["row"].why == f"rows need several OpenCL devices; there is only {CARD}"
+    strategies = planned(models("qwen3moe"), [CARD, "CPU"])
+    assert strategies["tensor"].why.startswith(
+        f"{CARD}+CPU: different devices cannot share layers with experts"
+    )
+    assert strategies["row"].why == f"rows need several OpenCL devices; there is only {CARD}"
     assert (
         planned(models(), [f"{CARD}+CPU", "CPU"])["tensor"].why == "the request already joins devices with +"
     )
@@ -140,7 +152,7 @@ def test_the_command_shows_the_strategies(
         and "why_not" in found["split_modes"][3]
     )
     assert run([*asked, "--split-mode", "row"]) == 1
-    assert "strategy 'row': rows need several" in capsys.readouterr().err
+    assert "split mode 'row': rows need several" in capsys.readouterr().err
     assert run([*asked, "--bandwidth", "CUDA7=1G"]) == 1
     assert "bandwidth: 'CUDA7' is none of the devices" in capsys.readouterr().err
 
@@ -160,17 +172,17 @@ limits = {}
 for _ in range(2):
     with ExitStack() as resources:
         asked = open_planner(resources, path, Placement(devices, limits=limits), 64)
-        ways = StrategyPlanner(resources, asked).planned()
-        assert [way.why for way in ways if way.name != "fastest"] == ["", "", ""], ways
-    tables = {way.name: way.fit.table for way in ways if way.fit}
-    for way in ("layer", "tensor", "row"):
-        with TextModel(path, placement=Placement(devices, way, limits=limits), n_ctx=64) as model:
+        strategies = StrategyPlanner(resources, asked).planned()
+        assert [each.why for each in strategies if each.name != "fastest"] == ["", "", ""], strategies
+    tables = {each.name: each.fit.table for each in strategies if each.fit}
+    for each in ("layer", "tensor", "row"):
+        with TextModel(path, placement=Placement(devices, each, limits=limits), n_ctx=64) as model:
             forecast, allocated = model.memory
-            assert forecast == allocated == tables[way], (way, forecast, allocated)
-            assert np.abs(model.logits(prompt) - expected).max() < 2e-2, way
+            assert forecast == allocated == tables[each], (each, forecast, allocated)
+            assert np.abs(model.logits(prompt) - expected).max() < 2e-2, each
             assert all(allocated.total(name) <= most for name, most in limits.items())
             of_weights = [allocated.total(name, "weights") for name in devices]
-            assert way == "layer" or min(of_weights[:2]) > 0, (way, allocated)
+            assert each == "layer" or min(of_weights[:2]) > 0, (each, allocated)
     whole = tables["layer"].total("OpenCL0")
     limits = {"OpenCL0": whole * 2 // 3, "OpenCL1": whole // 3}
 print("done")

@@ -63,7 +63,7 @@ class ParallelStrategy:
 
 
 class StrategyPlanner:
-    """Plans the parallel strategies of a model (ways to share it) over some devices.
+    """Plans the parallel strategies of a model over some devices.
 
     Args:
         resources: Exit stack that closes the devices.
@@ -126,9 +126,9 @@ class StrategyPlanner:
         found = next((each for each in planned if each.name == name), None)
         if found is None or found.planner is None:
             known = (BEST, *STRATEGIES)
-            unknown = NO_CHOICE if name in known else f"it is not one of {', '.join(known)}"
-            hint = "" if name in known else did_you_mean(name, known)
-            raise ArgumentError(f"strategy {name!r}: {found.why if found else unknown + hint}")
+            why = found.why if found else NO_CHOICE
+            says = why if name in known else f"there is none of this name{did_you_mean(name, known)}"
+            raise ArgumentError(f"split mode {name!r}: {says}")
         return found
 
     @cached_property
