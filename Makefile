@@ -81,7 +81,7 @@ lint-cuda: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/alloc_peak.py
 	$(BIN)/python benchmarks/fit.py
-	$(BIN)/python benchmarks/ways.py --save
+	$(BIN)/python benchmarks/split_modes.py --save
 	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/planning.py --save
 	$(BIN)/python benchmarks/dispatch.py

@@ -3,7 +3,7 @@
 Every split mode that `ggmlb fit` plans is loaded, and all of them decode by turns, so that the load of the
 machine meets them alike.
 
-    python benchmarks/ways.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
+    python benchmarks/split_modes.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     with ExitStack() as resources:
         strategies = StrategyPlanner(resources, open_planner(resources, path, Placement(devices), N_CTX))
         planned = [each for each in strategies.planned() if each.fit is not None]
-    took: dict[str, list[float]] = {way.name: [] for way in planned}
+    took: dict[str, list[float]] = {mode.name: [] for mode in planned}
     with ExitStack() as resources:
         models = {
             name: resources.enter_context(TextModel(path, placement=Placement(devices, name), n_ctx=N_CTX))
@@ -59,15 +59,15 @@ def main() -> None:
                 if i:  # the first round plans graphs
                     took[name] += [after - before for before, after in pairwise(times)]
     table = Table("split mode", "", "predicted [ms]", "least [ms]", "median [ms]", "median / predicted")
-    for way in planned:
-        found = median(took[way.name])
-        cells = (f"{1e3 * t:.1f}" for t in (way.time, min(took[way.name]), found))
-        table.row(way.name, STRATEGIES[way.name], *cells, f"{found / way.time:.2f}")
+    for mode in planned:
+        found = median(took[mode.name])
+        cells = (f"{1e3 * t:.1f}" for t in (mode.time, min(took[mode.name]), found))
+        table.row(mode.name, STRATEGIES[mode.name], *cells, f"{found / mode.time:.2f}")
     if asked.save:
         conditions = (
             f"Here: {os.path.basename(path)}, devices {asked.devices}, load {os.getloadavg()[0]:.1f}."
         )
-        save("ways", f"{ABOUT}\n{conditions}\n", table, packages=("numpy", "pyopencl"))
+        save("split_modes", f"{ABOUT}\n{conditions}\n", table, packages=("numpy", "pyopencl"))
 
 
 ABOUT = """
@@ -77,7 +77,7 @@ measures on the spot. `least` and `median` are times of generated tokens, the sp
 machine that other work loaded as it did when the bandwidths were measured. PoCL's two devices and the CPU are
 one processor: devices that work at the same time slow each other down, which the prediction does not know.
 
-    python benchmarks/ways.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
+    python benchmarks/split_modes.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
 """
 
 if __name__ == "__main__":
