@@ -66,11 +66,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether sequences fit beside the cached ones; `needs`: maximum tokens by sequence number.
-
-        Args:
-            needs: Maximum number of tokens, by number of the sequence.
-        """
+        """Whether sequences fit beside the cached ones; `needs`: maximum tokens by sequence number."""
 
     @abstractmethod
     def remove(self, sequence: int, start: int = 0) -> int:
