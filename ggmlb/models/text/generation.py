@@ -24,7 +24,7 @@ Part = TypeVar("Part")
 
 @dataclass(repr=False)
 class Generation:
-    """Generated text with its tokens and times; `str()` and notebooks show the text alone.
+    """Generated text with its tokens and times; `str()` is the text, notebooks show it with its speed.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
