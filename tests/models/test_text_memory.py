@@ -82,7 +82,7 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
         parts = decoder._config, decoder._weights, decoder._memory  # type: ignore[attr-defined]
         if isinstance(decoder, Decoder):
             graphs = (
-                TextGraph(*parts, n, n_out, n_kv)
+                TextGraph(*parts, n, n_out, n_kv, None, decoder.changes)
                 for n in SIZES
                 if n <= SPLITS[split].get("n_ubatch", 512)
                 for n_out in {1, min(n, 16), min(n, N_OUT)}
@@ -90,7 +90,7 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
             )
         else:
             graphs = (
-                MambaGraph(*parts, n, n_sequences, n_out)
+                MambaGraph(*parts, n, n_sequences, n_out, decoder.changes)
                 for n_sequences in (1, 2, 4, 8, 16)
                 for n in (1, 16, 512 // n_sequences)
                 if n * n_sequences <= 512

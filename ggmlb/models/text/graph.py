@@ -40,7 +40,7 @@ class LayersGraph(StepGraph):
         weights: Mapping[str, Tensor],
         n_tokens: int,
         is_long: bool,
-        changes: Changes | None = None,
+        changes: Changes,
     ) -> None:
         super().__init__(config, weights, changes)
         self._n_tokens = n_tokens
@@ -205,8 +205,8 @@ class TextGraph(LayersGraph):
         n_tokens: int,
         n_out: int,
         n_kv: int,
-        cache: ExpertCache | None = None,
-        changes: Changes | None = None,
+        cache: ExpertCache | None,
+        changes: Changes,
     ) -> None:
         super().__init__(config, weights, n_tokens, memory.n_cells > config.rope.n_ctx_orig, changes)
         self._cache = cache

@@ -40,7 +40,7 @@ class MambaGraph(StepGraph):
         n_tokens: int,
         n_sequences: int,
         n_out: int,
-        changes: Changes | None = None,
+        changes: Changes,
     ) -> None:
         super().__init__(config, weights, changes)
         assert config.state is not None

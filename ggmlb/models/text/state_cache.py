@@ -27,12 +27,11 @@ class StateCache(SequenceCache):
         sizes: Sizes of a layer's states.
         homes: As for `SequenceCache`.
         n_cells: Most tokens of a sequence.
-        n_slots: Most sequences.
 
     Attributes:
         convolved: For each layer, the last inputs of the convolution,
-            f32 `[(n_conv - 1) * n_inner, n_slots + 1]`.
-        scanned: For each layer, the states of the scan, f32 `[n_state * n_inner, n_slots + 1]`.
+            f32 `[(n_conv - 1) * n_inner, N_SLOTS + 1]`.
+        scanned: For each layer, the states of the scan, f32 `[n_state * n_inner, N_SLOTS + 1]`.
         spare: The number of the last slot, for padding sequences of a batch.
 
     Raises:
@@ -41,14 +40,14 @@ class StateCache(SequenceCache):
 
     kind = "recurrent states"
 
-    def __init__(self, sizes: State, homes: Sequence[Backend], n_cells: int, n_slots: int = N_SLOTS) -> None:
+    def __init__(self, sizes: State, homes: Sequence[Backend], n_cells: int) -> None:
         kinds = {
-            "state_conv": ((sizes.n_conv - 1) * sizes.n_inner, n_slots + 1),
-            "state_scan": (sizes.n_state * sizes.n_inner, n_slots + 1),
+            "state_conv": ((sizes.n_conv - 1) * sizes.n_inner, N_SLOTS + 1),
+            "state_scan": (sizes.n_state * sizes.n_inner, N_SLOTS + 1),
         }
         super().__init__(homes, n_cells, DType.F32, kinds)
         self.convolved, self.scanned = self.tensors.values()
-        self.spare = n_slots
+        self.spare = N_SLOTS
         self._slots: dict[int, int] = {}
         self._lengths: dict[int, int] = {}
 

@@ -38,7 +38,7 @@ class StepGraph:
     Args:
         config: The model's sizes.
         weights: By the names of the file.
-        changes: Steering vectors and adapters; none by default.
+        changes: Steering vectors and adapters.
 
     Attributes:
         graph: The graph to compute.
@@ -46,22 +46,19 @@ class StepGraph:
         layers: The layers that are computed.
     """
 
-    def __init__(
-        self, config: TextConfig, weights: Mapping[str, Tensor], changes: Changes | None = None
-    ) -> None:
+    def __init__(self, config: TextConfig, weights: Mapping[str, Tensor], changes: Changes) -> None:
         self._config = config
         self._weights = weights
         self._ctx = Context()
         self.graph = Graph()
         self.named: dict[str, NamedNode] = {}
         self._steering = {
-            layer: self._input(f"steering_{layer}", DType.F32, config.n_embd)
-            for layer in (changes.steered if changes else ())
+            layer: self._input(f"steering_{layer}", DType.F32, config.n_embd) for layer in changes.steered
         }
         self._states: Tensor | None = None
-        start = changes.resumed[0] + 1 if changes and changes.resumed else 0
+        start = changes.resumed[0] + 1 if changes.resumed else 0
         self.layers = range(start, config.n_layer)
-        self._adapters = changes.active if changes else ()
+        self._adapters = changes.active
         self._multipliers: dict[tuple[Adapter, int], Tensor] = {}
         self._views: dict[Tensor, tuple[Buffer, int, npt.NDArray[Any], memoryview]] = {}
 
@@ -203,9 +200,7 @@ class LensGraph(StepGraph):
         logits: Output: f32 `[n_vocab, n]`.
     """
 
-    def __init__(
-        self, config: TextConfig, weights: Mapping[str, Tensor], n: int, changes: Changes | None = None
-    ) -> None:
+    def __init__(self, config: TextConfig, weights: Mapping[str, Tensor], n: int, changes: Changes) -> None:
         super().__init__(config, weights, changes)
         self.states = self._input("states", DType.F32, config.n_embd, n)
         self.logits = self._head(self.states)[1]

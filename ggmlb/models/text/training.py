@@ -38,7 +38,7 @@ class TrainingGraph(LayersGraph):
         weights: Mapping[str, Tensor],
         n_ctx: int,
         n_sequences: int,
-        changes: Changes | None = None,
+        changes: Changes,
     ) -> None:
         n_tokens = n_ctx * n_sequences
         super().__init__(config, weights, n_tokens, n_ctx > config.rope.n_ctx_orig, changes)
