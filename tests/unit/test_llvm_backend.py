@@ -422,3 +422,12 @@ def test_it_can_be_aborted(llvm: LlvmBackend) -> None:
     with alloc_ctx_tensors(ctx, llvm):
         x.set_array(np.ones(8, np.float32))
         assert llvm.graph_compute(graph) is Status.ABORTED
+
+
+@pytest.mark.parametrize("op", ["mul_mat", "out_prod"])
+def test_products_of_more_matrices_than_chunks_can_be_counted_are_declined(op: str) -> None:
+    ctx = Context()
+    a = ctx.new_tensor(F32, (4, 4))
+    few, many = (getattr(ctx, op)(a, ctx.new_tensor(F32, (4, 4, 1 << 18, n))) for n in (2, 4))
+    assert DEVICE.declines(few) is None
+    assert DEVICE.declines(many) == "a product of 1048576 matrices: at most 524288"

@@ -18,6 +18,7 @@ from ggmlb.backends.llvm.kernels import (
     out_prod,
     tiles,
 )
+from ggmlb.backends.llvm.kernels.driver import CHUNK_BITS
 from ggmlb.backends.llvm.lowering.context import READ, RULES, LoweringContext, name
 from ggmlb.backends.llvm.lowering.elementwise import plain_function
 from ggmlb.core.dtypes import DType
@@ -43,8 +44,10 @@ PANEL_NBYTES = 1 << 19
 PANEL_ROWS = 32
 """Least rows of activations of a panel, as the weight is packed again for each."""
 
-NO_EPILOGUE = tiles.Epilogue()
+MAX_MATRICES = 1 << CHUNK_BITS - 1
+"""Largest number of matrices of a product: each is at least one chunk of a step."""
 
+NO_EPILOGUE = tiles.Epilogue()
 
 Kernel = Callable[..., None]
 
@@ -53,13 +56,18 @@ _PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT)
 # -- products --------------------------------------------------------------------------------------
 
 
+def _countable(node: Tensor) -> str | None:
+    n = node.ne[2] * node.ne[3]
+    return None if n <= MAX_MATRICES else f"a product of {n} matrices: at most {MAX_MATRICES}"
+
+
 def _three_dimensions(node: Tensor) -> str | None:
     if node.operand(0).ne[3] != 1:
         return "src0 has more than three dimensions"
     return None
 
 
-@RULES.rule(Op.MUL_MAT, *_PRODUCT)
+@RULES.rule(Op.MUL_MAT, *_PRODUCT, _countable)
 def _mul_mat(node: Tensor, ctx: LoweringContext) -> None:
     product(node, ctx)
 
@@ -319,7 +327,7 @@ SHARED_NBYTES = 1 << 18
 """Size of the second operand's columns above which chunks are few and large [bytes]."""
 
 
-@RULES.rule(Op.OUT_PROD, operands(READ, FLOATS, out=F32), in_rows(0, RESULT))
+@RULES.rule(Op.OUT_PROD, operands(READ, FLOATS, out=F32), in_rows(0, RESULT), _countable)
 def _out_prod(node: Tensor, ctx: LoweringContext) -> None:
     a, b = node.operand(0), node.operand(1)
     (n, m), depth, matrices = node.ne[:2], a.ne[1], node.ne[2] * node.ne[3]
