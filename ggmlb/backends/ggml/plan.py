@@ -129,7 +129,7 @@ class CGraph:
                     f"{node.describe()}: row number {number} for a tensor of {n} rows" for node in nodes
                 ]
         if wrong:
-            raise BackendError(f"{name} failed to compute {'; '.join(wrong)}")
+            raise BackendError(f"{name} computed nothing: {'; '.join(wrong)}")
 
     def release(self) -> None:
         """Free the `ggml_cgraph`."""

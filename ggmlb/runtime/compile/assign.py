@@ -466,7 +466,7 @@ class _Passes:
             f"{self.backends[home].name}"
         )
         if self._rules.strict:
-            raise GraphError(message + "; set all of them to the same backend")
+            raise GraphError(f"{message}; set {self._tensors[node].describe()} to it, too, or to none")
         warnings.warn(message + "; it runs there", RuntimeWarning, stacklevel=2)
 
     # -- pass 4: sources and leftovers ---------------------------------------------------------
