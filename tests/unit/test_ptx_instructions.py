@@ -587,35 +587,61 @@ def test_shuffles(mode: str) -> None:
                 assert (inside[lane], out[lane]) == (p, a[j if p else lane]), (b, c, lane)
 
 
-@pytest.mark.parametrize("k", [8, 16])
-def test_products_of_matrices(k: int) -> None:
-    """9.7.14.5.7, .8: fragments by the manual's formulas, groupID = lane >> 2, threadID = lane % 4."""
-    rng = np.random.default_rng(k)
-    a, b = rng.standard_normal((16, k)).astype("f2"), rng.standard_normal((k, 8)).astype("f2")
-    c, group, thread = rng.standard_normal((16, 8)).astype("f4"), LANES >> 2, 2 * (LANES % 4)
-    of_a = [
-        a[group + (8 if i // 2 % 2 else 0), thread + (i & 1) + (8 if i >= 4 else 0)] for i in range(k // 2)
-    ]
-    of_b = [b[thread + (i & 1) + (8 if i >= 2 else 0), group] for i in range(k // 4)]
-    of_c = [(group + (8 if i >= 2 else 0), thread + (i & 1)) for i in range(4)]
-    pairs = [
-        np.stack(half[i : i + 2], 1).copy().view("u4")[:, 0].copy()
-        for half in (of_a, of_b)
-        for i in range(0, len(half), 2)
-    ]
-    inputs, out = [*pairs, *(c[at].copy() for at in of_c)], np.zeros((4, 32), "f4")
-    ends = [0, k // 4, k // 4 + k // 8, len(inputs)]
-    parts = [[f"%w{j}" for j in range(*part)] for part in ((15, 19), *pairwise(ends))]
-    lists = ["{" + ", ".join(part) + "}" for part in parts]
+MATRICES = {
+    "m16n8k8.row.col.f32.f16.f16.f32": (8, "f2", "f2"),
+    "m16n8k16.row.col.f32.f16.f16.f32": (16, "f2", "f2"),
+    "m16n8k8.row.col.f32.tf32.tf32.f32": (8, "f4", "f4"),
+    **{
+        f"m16n8k{k}.row.col.s32.{kind[0].replace('i', 's')}8.s8.s32": (k, kind, "i1")
+        for k in (16, 32)
+        for kind in ("i1", "u1")
+    },
+}
+"""Shapes of products with the extent of k, and the types of both sources."""
+
+
+@pytest.mark.parametrize("shape", MATRICES)
+def test_products_of_matrices(shape: str) -> None:
+    """9.7.14.5: fragments by the manual's formulas, groupID = lane >> 2, threadID = lane % 4.
+
+    A register has the elements of neighbouring k that fit: the next one of a has rows 8 further, the one
+    after that, as the next one of b, the elements that follow those of all four threads.
+    """
+    k, *kinds = MATRICES[shape]
+    n, is_whole = 4 // np.dtype(kinds[0]).itemsize, kinds[1] == "i1"
+    rng, kind = np.random.default_rng(k), "i4" if is_whole else "f4"
+
+    def matrix(rows: int, columns: int, of: str) -> Any:
+        if is_whole:
+            ends = np.iinfo(of) if of != "i4" else np.iinfo("i2")
+            return rng.integers(ends.min, ends.max + 1, (rows, columns)).astype(of)
+        return rng.standard_normal((rows, columns)).astype(of)
+
+    a, b, c = matrix(16, k, kinds[0]), matrix(k, 8, kinds[1]), matrix(16, 8, kind)
+    group, thread, parts = LANES >> 2, LANES % 4, k // (4 * n)
+    along = [n * thread[:, None] + np.arange(n) + 4 * n * j for j in range(parts)]
+    of_a = [a[group[:, None] + 8 * half, along[j]] for j in range(parts) for half in range(2)]
+    of_b = [b[along[j], group[:, None]] for j in range(parts)]
+    of_c = [(group + (8 if i >= 2 else 0), 2 * thread + (i & 1)) for i in range(4)]
+    words = [np.ascontiguousarray(part).view("u4")[:, 0].copy() for part in (*of_a, *of_b)]
+    inputs, out = [*words, *(c[at].copy() for at in of_c)], np.zeros((4, 32), kind)
+    ends = [0, 2 * parts, 3 * parts, len(inputs)]
+    names = [[f"%w{j}" for j in range(*part)] for part in ((15, 19), *pairwise(ends))]
+    lists = ["{" + ", ".join(part) + "}" for part in names]
     run(
         "".join(load("4", f"%w{i}", i + 4) for i in range(len(inputs)))
-        + f"mma.sync.aligned.m16n8k{k}.row.col.f32.f16.f16.f32 {', '.join(lists)};"
+        + f"mma.sync.aligned.{shape} {', '.join(lists)};"
         + "".join(store("4", f"%w{15 + i}", i) for i in range(4)),
         *out, *inputs,
     )  # fmt: skip
-    got = np.zeros((16, 8), "f4")
+    got = np.zeros((16, 8), kind)
     for at, values_ in zip(of_c, out, strict=True):
         got[at] = values_
+    if is_whole:
+        assert (got == a.astype("i4") @ b.astype("i4") + c).all()
+        return
+    if "tf32" in shape:  # 10 bits of the fraction count
+        a, b = ((x.view("u4") & 0xFFFFE000).view("f4") for x in (a, b))
     np.testing.assert_allclose(got, a.astype("f4") @ b.astype("f4") + c, rtol=1e-5, atol=1e-5)
 
 
@@ -642,7 +668,7 @@ OTHERS = {
     "atom.global.cas.b32", "ld.param", "bra", "ret", "exit", "bar.sync", "bar.warp.sync",
     *(f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")),
     "vote.sync.any.pred", *(f"ldmatrix.sync.aligned.m8n8.x4{way}.shared.b16" for way in ("", ".trans")),
-    *(f"mma.sync.aligned.m16n8k{k}.row.col.f32.f16.f16.f32" for k in (8, 16)),
+    *(f"mma.sync.aligned.{shape}" for shape in MATRICES),
 }  # fmt: skip
 """Instructions of the tests after `test_lane_by_lane`, of `test_cuda_races` and of every golden program."""
 

@@ -227,23 +227,27 @@ static void vote_any(Warp &w, const Insn &i)               /* 9.7.13.8 */
     put<bool>(w, o[0], [&](int) { return found != 0; });
     define(w, o[0], unknown ? ~0u : 0);
 }
-/* 9.7.14.5: d, 16x8 of f32, is a, 16xK halves, times b, Kx8, plus c; figures "fragment layout" of .m16n8k8 and .m16n8k16 */
-template <int K> static void multiply_matrices(Warp &w, const Insn &i)
+/* 9.7.14.5: d, 16x8, is a, 16xK, times b, Kx8, plus c. A register of a or b has elements of neighbouring k: figures "fragment
+   layout" of .m16n8k8 and .m16n8k16 of halves, .m16n8k8 of .tf32, .m16n8k16 and .m16n8k32 of bytes */
+struct Half { enum { N = 2 }; typedef f32 Sum; static f32 at(u32 word, int e) { return from_half((u16)(word >> 16*e)); } };
+struct Tf32 { enum { N = 1 }; typedef f32 Sum; static f32 at(u32 word, int) { return real(word & 0xffffe000u); } };
+template <typename T> struct Byte { enum { N = 4 }; typedef s32 Sum; static s32 at(u32 word, int e) { return (T)(word >> 8*e); } };
+template <int K, typename A, typename B> static void multiply_matrices(Warp &w, const Insn &i)
 {
-    const u32 *d = i.operands, *a = d + 4, *b = a + K/4, *c = b + K/8;
-    f32 left[16][K], right[K][8], sum[4][N_LANES];
+    typedef typename A::Sum Sum;
+    enum { N = A::N, PARTS = K/(4*N) };
+    const u32 *d = i.operands, *a = d + 4, *b = a + 2*PARTS, *c = b + PARTS;
+    Sum left[16][K], right[K][8], sum[4][N_LANES];
     bool left_unknown[16] = {}, right_unknown[8] = {};
     for (int l = 0; l < N_LANES; l++) {
-        const int group = l >> 2, pair = 2*(l & 3);
-        for (int j = 0; j < K/4; j++) {
-            const int row = group + 8*(j & 1), k = pair + 8*(j >> 1);
-            const u32 halves = lanes<u32>(w, a[j])[l];
-            left[row][k] = from_half((u16)halves), left[row][k + 1] = from_half((u16)(halves >> 16));
+        const int group = l >> 2, first = N*(l & 3);
+        for (int j = 0; j < 2*PARTS; j++) {
+            const int row = group + 8*(j & 1), k = first + 4*N*(j >> 1);
+            for (int e = 0; e < N; e++) left[row][k + e] = A::at(lanes<u32>(w, a[j])[l], e);
             left_unknown[row] |= w.undefined[a[j]] >> l & 1;
         }
-        for (int j = 0; j < K/8; j++) {
-            const u32 halves = lanes<u32>(w, b[j])[l];
-            right[pair + 8*j][group] = from_half((u16)halves), right[pair + 8*j + 1][group] = from_half((u16)(halves >> 16));
+        for (int j = 0; j < PARTS; j++) {
+            for (int e = 0; e < N; e++) right[first + 4*N*j + e][group] = B::at(lanes<u32>(w, b[j])[l], e);
             right_unknown[group] |= w.undefined[b[j]] >> l & 1;
         }
     }
@@ -252,14 +256,14 @@ template <int K> static void multiply_matrices(Warp &w, const Insn &i)
         undefined[e] = w.undefined[c[e]];
         for (int l = 0; l < N_LANES; l++) {
             const int row = (l >> 2) + 8*(e >> 1), column = 2*(l & 3) + (e & 1);
-            f32 x = lanes<f32>(w, c[e])[l];
+            Sum x = lanes<Sum>(w, c[e])[l];
             for (int k = 0; k < K; k++) x += left[row][k]*right[k][column];
             sum[e][l] = x;
             undefined[e] |= (u32)(left_unknown[row] | right_unknown[column]) << l;
         }
     }
     for (int e = 0; e < 4; e++) {
-        put<f32>(w, d[e], [&](int l) { return sum[e][l]; });
+        put<Sum>(w, d[e], [&](int l) { return sum[e][l]; });
         define(w, d[e], undefined[e]);
     }
 }
@@ -326,6 +330,8 @@ struct Rounding {
     const u32 undefined = u[o[1]] | u[o[3]] | (u[o[2]] & takes_both); \
     each<u32, u32, u32, u32>(w, i, [](u32 a, u32 b, u32 c) -> u32 { c = n; return x; }); \
     define(w, o[0], undefined); })
+#define MULTIPLIED(shape, letters, K, ...) \
+    OP("mma.sync.aligned." shape, letters, WARP_WHOLE, (multiply_matrices<K, __VA_ARGS__>(w, i)))
 #define LEFT c < 32 ? (u32)(((u64)b << 32 | a) << c >> 32) : a
 #define RIGHT c < 32 ? (u32)(((u64)b << 32 | a) >> c) : b
 
@@ -386,6 +392,11 @@ static const Op OPS[] = {
     /* 9.7.14 matrices */
     OP("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "4444m", WARP_WHOLE, load_matrices(w, i, false))
     OP("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "4444m", WARP_WHOLE, load_matrices(w, i, true))
-    OP("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32", "44444444444", WARP_WHOLE, multiply_matrices<8>(w, i))
-    OP("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "44444444444444", WARP_WHOLE, multiply_matrices<16>(w, i))
+    MULTIPLIED("m16n8k8.row.col.f32.f16.f16.f32", "44444444444", 8, Half, Half)
+    MULTIPLIED("m16n8k16.row.col.f32.f16.f16.f32", "44444444444444", 16, Half, Half)
+    MULTIPLIED("m16n8k8.row.col.f32.tf32.tf32.f32", "44444444444444", 8, Tf32, Tf32)
+    MULTIPLIED("m16n8k16.row.col.s32.s8.s8.s32", "44444444444", 16, Byte<s8>, Byte<s8>)
+    MULTIPLIED("m16n8k16.row.col.s32.u8.s8.s32", "44444444444", 16, Byte<u8>, Byte<s8>)
+    MULTIPLIED("m16n8k32.row.col.s32.s8.s8.s32", "44444444444444", 32, Byte<s8>, Byte<s8>)
+    MULTIPLIED("m16n8k32.row.col.s32.u8.s8.s32", "44444444444444", 32, Byte<u8>, Byte<s8>)
 };
