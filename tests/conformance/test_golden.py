@@ -22,15 +22,15 @@ Kinds = Callable[[Any, Graph], set[Hashable]]
 # How many cases of each family a device computes, at least.
 SHARED = {"flash_attn": 12, "glu": 37, "mul_mat_id": 19, "rope": 39, "unary": 126}
 GPUS = SHARED | {
-    "binary": 77, "conv": 46, "get_rows": 28, "loss_opt": 8, "misc": 13, "mul_mat": 89, "norm": 32,
-    "out_prod": 7, "pool": 24, "programs": 19, "reduce": 26, "set_rows_cpy": 105, "shape": 37, "softmax": 21,
+    "binary": 77, "conv": 46, "get_rows": 35, "loss_opt": 8, "misc": 13, "mul_mat": 110, "norm": 32,
+    "out_prod": 7, "pool": 24, "programs": 19, "reduce": 26, "set_rows_cpy": 106, "shape": 37, "softmax": 21,
     "ssm": 21, "upscale": 20,
 }  # fmt: skip
 LLVM = SHARED | {
     "binary": 54, "get_rows": 21, "misc": 6, "mul_mat": 74, "norm": 25, "programs": 6, "set_rows_cpy": 95,
     "softmax": 13,
 }  # fmt: skip
-GGML = GPUS | {"get_rows": 35, "misc": 12, "mul_mat": 110, "reduce": 26, "set_rows_cpy": 130, "ssm": 20}
+GGML = GPUS | {"misc": 12, "reduce": 26, "set_rows_cpy": 130, "ssm": 20}
 CLAIMED = {"OpenCL0": GPUS, "LLVM": LLVM, "ggml:CPU": GGML, "played": GPUS, "CUDA0": GPUS}
 
 

@@ -13,7 +13,7 @@ from ggmlb.backends.gpu.source import BLOCKS, _text
 
 BACKENDS = Path(ggmlb.backends.__file__).parent
 WITH_BLOCKS = [
-    *(BACKENDS / "gpu/kernels" / name for name in ("rows.h", "rows_k.h", "quantize.h")),
+    *(BACKENDS / "gpu/kernels" / name for name in ("rows.h", "rows_k.h", "rows_iq.h", "quantize.h")),
     BACKENDS / "cuda/kernels/sub_blocks.h",
     *(BACKENDS / "llvm/kernels" / f"{name}.py" for name in ("blocks", "convert", "interleaved")),
 ]

@@ -59,7 +59,7 @@ class OpenClMemory(Memory):
     def run(self, launch: Launch, order: bool = FORWARD) -> None:
         cl, flags, key = self._cl, self._cl.mem_flags, (launch.kernel, launch.defines, launch.wg)
         if key not in self._kernels:
-            program = cl.Program(self._context, source(launch.kernel, "opencl"))
+            program = cl.Program(self._context, source(launch.kernel, "opencl", launch.defines))
             macros = [f"-D{name}={value}" for name, value in (*launch.defines, ("WG", launch.wg))]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PoCL logs even when it has nothing to say

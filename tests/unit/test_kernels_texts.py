@@ -5,7 +5,7 @@ from __future__ import annotations
 import ggmlb.backends.gpu
 from ggmlb import Context, DType
 from ggmlb.backends.gpu import RULES, Target, lower
-from ggmlb.backends.gpu.source import kernels
+from ggmlb.backends.gpu.source import kernels, source
 from tests.support.golden import CASES
 
 GPU, CPU = Target(False, 2, 128), Target(True, 2, 1)
@@ -50,3 +50,11 @@ def test_more_elements_than_an_index_counts_are_declined() -> None:
     assert why is not None
     assert "'big'" in why or "RELU" in why
     assert "more than 2147483647 elements" in why
+
+
+def test_a_text_has_the_large_tables_only_for_the_types_that_need_them() -> None:
+    """They would be a fifth of the time to compile any kernel that reads rows."""
+    copy = kernels()["copy"]
+    for language in ("opencl", "cuda"):
+        assert "GRID_iq2_xs" not in source(copy, language, [("a_T", "q4_0"), ("d_T", "f32")])
+        assert "GRID_iq2_xs" in source(copy, language, [("a_T", "iq1_m"), ("d_T", "f32")])

@@ -64,7 +64,7 @@ def test_grids_are_those_of_gguf(name: str) -> None:
     codec = getattr(gguf.quants, name)
     codec.init_grid()
     entries = codec.grid[0, 0].astype(np.int8)
-    np.testing.assert_array_equal(grids._grid(name).view(np.int8).reshape(entries.shape), entries)
+    np.testing.assert_array_equal(grids.grid(name).view(np.int8).reshape(entries.shape), entries)
 
 
 def half(block: np.ndarray, at: int) -> np.float32:

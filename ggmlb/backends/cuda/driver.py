@@ -274,4 +274,4 @@ OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use
 def text(kernel: Kernel, defines: Defines, wg: int) -> str:
     """Return the CUDA C++ text of a kernel, preceded by macros: `defines`, and WG, the block size."""
     macros = "".join(f"#define {name} {value}\n" for name, value in (*defines, ("WG", wg)))
-    return macros + source(kernel, "cuda")
+    return macros + source(kernel, "cuda", defines)

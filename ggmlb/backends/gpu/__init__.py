@@ -2,7 +2,7 @@
 
     node ── lower ──> Launch(kernel, defines, tensors and numbers, work split)
                            │
-    prelude + headers + kernel text ──> source(kernel, language) ──> a backend compiles and runs it
+    prelude + headers + kernel text ──> source(kernel, language, defines) ──> a backend compiles and runs it
 
 The texts (`*.knl`, `*.h`) use a prelude of macros, one per language. A kernel's parameter list is parsed from
 its text. The macro WG decides whether a work-group shares a row (GPUs) or each work-item has

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -14,6 +14,7 @@ import numpy as np
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendBroken
+from ggmlb.core.quants import grids
 
 Language = Literal["opencl", "cuda"]
 ParamKind = Literal["tensor", "int", "float"]
@@ -23,6 +24,12 @@ PORTABLE: Final = "ggmlb.backends.gpu.kernels"
 
 BLOCKS: Final = "blocks.h"
 """The header generated from the data types; see `_blocks`."""
+
+GRIDS: Final = "grids.h"
+"""The header generated from the grids of IQ1, IQ2 and IQ3; see `_grids`."""
+
+WITH_GRIDS: Final = "rows_iq.h"
+"""The header that includes `GRIDS`. Kernels that read no type of it are compiled without it: it is large."""
 
 FORMATS: Final[Mapping[Language, Mapping[ParamKind, str]]] = {
     "opencl": {"tensor": "q4i4q", "int": "i", "float": "f"},
@@ -102,8 +109,9 @@ def _param(kernel: str, text: str) -> Param:
     return Param("int" if match["kind"] == "int" else "float", match["scalar"])
 
 
-@cache
-def source(kernel: Kernel, language: Language, *, outlined: bool = False) -> str:
+def source(
+    kernel: Kernel, language: Language, defines: Iterable[tuple[str, str]], *, outlined: bool = False
+) -> str:
     """Return a kernel's text to compile: prelude, needed headers, kernel (`outlined`: its body a function).
 
     The file's other kernels are left out: they need not compile with this one's macros.
@@ -111,10 +119,22 @@ def source(kernel: Kernel, language: Language, *, outlined: bool = False) -> str
     Args:
         kernel: The kernel.
         language: The compiler's language.
+        defines: Its macros, which the text does not contain.
         outlined: In OpenCL, for groups of one work-item: the kernel calls a function that has its body, so
             that a compiler that copies kernels (PoCL: three times) compiles it once.
     """
-    text = _assembled(kernel, f"prelude_{language}.h")
+    has_grids = not _types_with_grids().isdisjoint(value for _, value in defines)
+    return _source(kernel, language, has_grids, outlined)
+
+
+@cache
+def _types_with_grids() -> frozenset[str]:
+    return frozenset(dtype.name.lower() for dtype in types_with("DEQ8_FN", WITH_GRIDS))
+
+
+@cache
+def _source(kernel: Kernel, language: Language, has_grids: bool, outlined: bool) -> str:
+    text = _assembled(kernel, f"prelude_{language}.h", has_grids)
     if language != "opencl":
         return text
     text = _with_packed_args(kernel, text, outlined)
@@ -171,9 +191,9 @@ def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
     return _HEAD.sub(head, text)
 
 
-def _assembled(kernel: Kernel, prelude: str) -> str:
+def _assembled(kernel: Kernel, prelude: str, has_grids: bool) -> str:
     """Return a kernel's text with prelude and headers; headers missing in its package are portable ones."""
-    seen: set[str] = set()
+    seen = set[str]() if has_grids else {WITH_GRIDS}
 
     def put(file: str) -> str:
         """Insert each header where it is first included."""
@@ -214,10 +234,17 @@ def _blocks() -> str:
     return "\n".join([*lines, ""])
 
 
+def _grids() -> str:
+    """Return the header grids.h: `GRID_T` for each type with a grid, the words of its entries."""
+    return "".join(
+        f"#define GRID_{name.lower()} {', '.join(map(hex, grids.grid(name)))}\n" for name in grids.NAMES
+    )
+
+
 @cache
 def _text(package: str, file: str) -> str:
-    if file == BLOCKS:
-        return _blocks()
+    if file in (BLOCKS, GRIDS):
+        return _blocks() if file == BLOCKS else _grids()
     path = resources.files(package) / file
     if package != PORTABLE and not path.is_file():
         path = resources.files(PORTABLE) / file

@@ -108,11 +108,11 @@ class Programs:
         if on_cpu:
             options.append("-DON_CPU")
         if self._is_pocl:
-            text = source(kernel, "opencl", outlined=wg == 1)
+            text = source(kernel, "opencl", defines, outlined=wg == 1)
             with suppress(cl.RuntimeError):  # of another version of PoCL
                 return self._compile(text, [*options, *pocl.QUICK_OPTIONS])
             return self._compile(text, options)
-        text = source(kernel, "opencl")
+        text = source(kernel, "opencl", defines)
         entry = CacheEntry(self._device, text, options)
         program = entry.load(self._context, options)
         if program is None:

@@ -20,11 +20,13 @@ _LEVELS = {
     "IQ3_XXS": (4, 12, 20, 28, 36, 44, 52, 62),
     "IQ3_S": (1, 3, 5, 7, 9, 11, 13, 15),
 }
+NAMES = tuple(_LEVELS)
+"""Types with a grid of their own; IQ1_M has that of IQ1_S."""
 
 
 @cache
-def _grid(name: str) -> Ints:
-    """The grid of a type: each entry's int8 elements as one item, of 4 or 8 bytes."""
+def grid(name: str) -> Ints:
+    """Return the grid of a type: each entry's int8 elements as one item, of 4 or 8 bytes."""
     levels = np.array(_LEVELS[name], np.int8)
     base, width = (3, 8) if len(levels) == 3 else (8, 4)
     with np.load(Path(__file__).with_name("grids.npz")) as file:
@@ -55,8 +57,8 @@ def _look_up(table: Ints, index: Ints) -> Ints:
     return found.view(np.int8)
 
 
-def _expand_signed(values: Floats, grid: str, index: Ints, signs: Ints, scales: Floats) -> None:
-    codes = _look_up(_grid(grid), index)
+def _expand_signed(values: Floats, name: str, index: Ints, signs: Ints, scales: Floats) -> None:
+    codes = _look_up(grid(name), index)
     codes *= signs
     expand(values, codes, scales)
 
@@ -121,7 +123,7 @@ def _read_iq3_s(values: Floats, blocks: Blocks) -> None:
 @cache
 def _shifted_grid() -> Ints:
     """The grid of IQ1 plus 1/8, then minus 1/8, in units of 1/8."""
-    eighths = 8 * _grid("IQ1_S").view(np.int8)
+    eighths = 8 * grid("IQ1_S").view(np.int8)
     both: Ints = np.concatenate([eighths + np.int8(1), eighths - np.int8(1)]).view(np.uint64)
     return both
 

@@ -14,7 +14,7 @@ from typing import Any
 from ggmlb.backends.cuda.driver import text
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.gpu import Kernel, Launch
-from ggmlb.backends.gpu.source import PORTABLE, source
+from ggmlb.backends.gpu.source import PORTABLE
 from tests.support.ptx import build
 from tests.support.ptx.programs import PROGRAMS
 
@@ -54,7 +54,7 @@ class Mutant:
 
         def put(function: Any) -> None:
             texts._text = function
-            source.cache_clear()
+            texts._source.cache_clear()
             build.cache_clear()
 
         put(changed)

@@ -12,6 +12,7 @@
 #define CGLOBAL      const
 #define LOCAL
 #define CONSTANT     static __constant__ const
+#define TABLE        static __device__ const     /* read at indices that differ in a warp, which constant memory serves one by one */
 #define LOCAL_ARRAY(T, name, n) __shared__ T name[n]
 #define DIM_0_ x
 #define DIM_1_ y
@@ -32,6 +33,7 @@ typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef long long i64_t;
+typedef unsigned long long u64_t;
 
 #include "ptx.h"
 #define LOAD_HALF(p)     half_to_float_(*(const ushort *)(p))
@@ -102,18 +104,15 @@ DEVICE_FN void STORE8(float *p, F8 v) { EACH_OF_8_(p[j_] = v.v[j_]) }
 #define LOAD8_L(p)   LOAD8(p)
 #define STORE8_L(p, v) STORE8((p), (v))
 DEVICE_FN U8 LOAD_U8(const uchar *p) { U8 r; EACH_OF_8_(r.v[j_] = p[j_]) return r; }
-DEVICE_FN U8 LOAD_U8_ALIGNED(const uchar *p)
-{
-    const unsigned long long bits = *(const unsigned long long *)p;
-    U8 r;
-    EACH_OF_8_(r.v[j_] = (uchar)(bits >> 8*j_))
-    return r;
-}
+DEVICE_FN U8 U8_FROM_WORD(u64_t w) { U8 r; EACH_OF_8_(r.v[j_] = (uchar)(w >> 8*j_)) return r; }
+DEVICE_FN U8 LOAD_U8_ALIGNED(const uchar *p) { return U8_FROM_WORD(*(const u64_t *)p); }
 /* byte to float by way of the mantissa of 2^23: the conversion instruction has a quarter of the throughput */
 DEVICE_FN F8 F8_FROM_U8(U8 q) { F8 r; EACH_OF_8_(r.v[j_] = AS_FLOAT(0x4b000000u | q.v[j_]) - 8388608.0f) return r; }
 DEVICE_FN F8 F8_FROM_I8(U8 q)
 { F8 r; EACH_OF_8_(r.v[j_] = AS_FLOAT(0x4b000000u | (q.v[j_] ^ 0x80u)) - 8388736.0f) return r; }
 DEVICE_FN F8 F8_FROM_BITS(uint b) { F8 r; EACH_OF_8_(r.v[j_] = (float)(b >> j_ & 1u)) return r; }
+/* negate the elements whose bits are set */
+DEVICE_FN F8 F8_NEGATED(F8 v, uint b) { EACH_OF_8_(v.v[j_] = AS_FLOAT(AS_UINT(v.v[j_]) ^ (b << (31 - j_) & 0x80000000u))) return v; }
 DEVICE_FN F8 F8_LOOKUP(const i8_t *table, U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (float)table[q.v[j_]]) return r; }
 DEVICE_FN float F8_SUM(F8 a)
 { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }

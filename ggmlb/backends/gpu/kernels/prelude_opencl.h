@@ -13,6 +13,7 @@
 #define GLOBAL       __global
 #define CGLOBAL      __global const
 #define CONSTANT     __constant
+#define TABLE        __constant
 /* OUTLINED: for work-groups of one item, the kernel body is a separate function (source.py), with private arrays as local.
    LOCAL_ID is a variable that is 0, not a constant: with loops known to start at 0, PoCL's attention is a tenth slower. */
 #ifdef OUTLINED
@@ -41,6 +42,7 @@ enum { local_id_ = 0 };
 
 typedef char  i8_t;
 typedef long  i64_t;
+typedef ulong u64_t;
 #define PACKED_ARGS
 
 #define AS_FLOAT(u)  as_float(u)
@@ -142,6 +144,9 @@ typedef uchar8 U8;
 #define F8_SPLAT(x)  ((float8)(x))
 #define U8_SPLAT(x)  ((uchar8)(x))
 #define AT8(x, j)    x.s##j
+#define U8_FROM_WORD(w) as_uchar8(w)
+/* negate the elements whose bits are set */
+#define F8_NEGATED(v, b) as_float8(as_uint8(v) ^ ((uint8)(b) << (uint8)(31, 30, 29, 28, 27, 26, 25, 24) & 0x80000000u))
 #define MAKE_F8(E)   ((float8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
 #define MAKE_U8(E)   ((uchar8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
 /* look up elements of a table of 16 signed bytes */

@@ -98,3 +98,5 @@ RAW8(tq1_0) { return F8_FROM_U8(MAKE_U8(TRIT_)) - 1.0f; }
 ONE_SCALE_(tq1_0)
 NO_MIN(tq1_0)
 DEQ8_FN(tq1_0)
+
+#include "rows_iq.h"

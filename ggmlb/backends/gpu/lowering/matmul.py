@@ -14,7 +14,7 @@ from ggmlb.core.enums import GluOp, Op
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
 
-READ_IN_EIGHTS = types_with("DEQ8_FN", "rows.h", "rows_k.h")
+READ_IN_EIGHTS = types_with("DEQ8_FN", "rows.h", "rows_k.h", "rows_iq.h")
 """Types of weights that the kernels read, eight elements at a time."""
 
 VEC_COLUMNS = 8
