@@ -178,13 +178,26 @@ def test_weights_become_halves_row_by_row_where_there_are_gaps(apart: bool) -> N
     assert first.groups == ((1, 15, 1) if apart else (4, 1, 1))
 
 
-@pytest.mark.parametrize("kv", [DType.F16, DType.Q8_0], ids=str)
+@pytest.mark.parametrize("kv", [DType.F16, DType.BF16, DType.Q8_0], ids=str)
 @pytest.mark.parametrize("shape", ATTENTION)
 def test_attention(shape: str, kv: DType) -> None:
     if ATTENTION[shape][1] % kv.block_size:
         pytest.skip("rows are whole blocks")
     names = [s.kernel.name for s in attention(shape, kv) if isinstance(s, Launch)]
-    assert names == (["flash_mma", "flash_combine"] if "decode" in shape else ["flash_mma"])
+    in_parts = "decode" in shape or "splits" in shape
+    assert names == (["flash_mma", "flash_combine"] if in_parts else ["flash_mma"])
+
+
+def test_values_of_bf16_beyond_the_range_of_f16() -> None:
+    """Keys of one type, values of the other; weights are rounded to bf16 with them."""
+    ctx = Context()
+    q, k = ctx.new_tensor(DType.F32, (64, 3, 2)), ctx.new_tensor(DType.F16, (64, 70, 1))
+    v = ctx.new_tensor(DType.BF16, (64, 70, 1))
+    large = np.random.default_rng(4).standard_normal(v.shape, np.float32) * np.float32(1e30)
+    y = ctx.flash_attn_ext(q, k, v, None, 0.125)
+    steps = beside_cpu(ctx.scale(y, 1e-30), ctx, lambda: v.set_array(large))
+    assert isinstance(steps[0], Launch)
+    assert steps[0].kernel.name == "flash_mma"
 
 
 @pytest.mark.parametrize(("n_q", "heads"), [(150, 1), (3, 4)])

@@ -8,6 +8,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -342,10 +343,18 @@ CASES |= {
     "cvt.ftz.sat.f32.f32": ("f32", ("f32",), lambda x: flushed(saturated(flushed(x)))),
     "cvt.f32.f16": ("f32", ("f16",), lambda x: x.astype("f4")),
     "cvt.rn.f16.f32": ("f16", ("f32",), lambda x: x.astype("f2")),
+    "cvt.rn.bf16x2.f32": ("u32", ("f32", "f32"), lambda a, b: bf16_bits(a) << 16 | bf16_bits(b)),
     "cvt.f64.f32": ("f64", ("f32",), lambda x: x.astype("f8")),
     "cvt.rn.f32.f64": ("f32", ("f64",), lambda x: x.astype("f4")),
     "cvt.rn.ftz.f32.f64": ("f32", ("f64",), lambda x: flushed(x.astype("f4"))),
 }  # fmt: skip
+
+
+def bf16_bits(x: Any) -> Any:
+    """9.7.9.22: NaN becomes the canonical one."""
+    return np.where(np.isnan(x), 0x7FFF, x.astype(ml_dtypes.bfloat16).view("u2").astype("u4"))
+
+
 APPROXIMATE = ("ex2.approx", "lg2.approx", "rsqrt.approx")
 """To two units in the last place."""
 
@@ -590,6 +599,7 @@ def test_shuffles(mode: str) -> None:
 MATRICES = {
     "m16n8k8.row.col.f32.f16.f16.f32": (8, "f2", "f2"),
     "m16n8k16.row.col.f32.f16.f16.f32": (16, "f2", "f2"),
+    "m16n8k16.row.col.f32.bf16.bf16.f32": (16, ml_dtypes.bfloat16, ml_dtypes.bfloat16),
     "m16n8k8.row.col.f32.tf32.tf32.f32": (8, "f4", "f4"),
     **{
         f"m16n8k{k}.row.col.s32.{kind[0].replace('i', 's')}8.s8.s32": (k, kind, "i1")

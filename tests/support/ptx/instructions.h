@@ -100,6 +100,8 @@ static inline u16 to_half(f32 f)                           /* to nearest, ties t
     const u32 normal = (a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13;
     return (u16)(sign | (a > 0x7f800000u ? 0x7fffu : a >= 0x477ff000u ? 0x7c00u : a < 0x38800000u ? small : normal));
 }
+static inline u16 to_bf16(f32 f)                           /* to nearest, ties to even; NaN is the canonical one */
+{ const u32 u = word(f); return f != f ? 0x7fffu : (u16)((u + 0x7fffu + (u >> 16 & 1u)) >> 16); }
 /* 9.7.9.22: to the nearest that there is; NaN is 0 */
 template <typename I, typename F> static inline I to_integer(F x)
 {
@@ -228,8 +230,9 @@ static void vote_any(Warp &w, const Insn &i)               /* 9.7.13.8 */
     define(w, o[0], unknown ? ~0u : 0);
 }
 /* 9.7.14.5: d, 16x8, is a, 16xK, times b, Kx8, plus c. A register of a or b has elements of neighbouring k: figures "fragment
-   layout" of .m16n8k8 and .m16n8k16 of halves, .m16n8k8 of .tf32, .m16n8k16 and .m16n8k32 of bytes */
+   layout" of .m16n8k8 and .m16n8k16 of halves and .bf16, .m16n8k8 of .tf32, .m16n8k16 and .m16n8k32 of bytes */
 struct Half { enum { N = 2 }; typedef f32 Sum; static f32 at(u32 word, int e) { return from_half((u16)(word >> 16*e)); } };
+struct Bfloat { enum { N = 2 }; typedef f32 Sum; static f32 at(u32 word, int e) { return real(word >> 16*e << 16); } };
 struct Tf32 { enum { N = 1 }; typedef f32 Sum; static f32 at(u32 word, int) { return real(word & 0xffffe000u); } };
 template <typename T> struct Byte { enum { N = 4 }; typedef s32 Sum; static s32 at(u32 word, int e) { return (T)(word >> 8*e); } };
 template <int K, typename A, typename B> static void multiply_matrices(Warp &w, const Insn &i)
@@ -378,6 +381,7 @@ static const Op OPS[] = {
     ROUNDED_TO_INTEGER("rpi", ceilf(a))
     OP1("cvt.sat.f32.f32", f32, f32, saturated(a)) OP1("cvt.ftz.sat.f32.f32", f32, f32, z(saturated(z(a))))
     OP1("cvt.f32.f16", f32, u16, from_half(a)) OP1("cvt.rn.f16.f32", u16, f32, to_half(a))
+    OP2("cvt.rn.bf16x2.f32", u32, f32, f32, (u32)to_bf16(a) << 16 | to_bf16(b))
     OP1("cvt.f64.f32", f64, f32, a) OP1("cvt.rn.f32.f64", f32, f64, (f32)a) OP1("cvt.rn.ftz.f32.f64", f32, f64, z((f32)a))
     OP("ld", "*", PLAIN, load(w, i)) OP("st", "*", PLAIN, store(w, i)) OP("ld.param", "*", PLAIN, load_param(w, i))
     OP("cp.async.cg.shared.global", "mm44", PLAIN, copy_later(w, i)) OP("cp.async.commit_group", "", PLAIN, copy_commit(w))
@@ -394,6 +398,7 @@ static const Op OPS[] = {
     OP("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "4444m", WARP_WHOLE, load_matrices(w, i, true))
     MULTIPLIED("m16n8k8.row.col.f32.f16.f16.f32", "44444444444", 8, Half, Half)
     MULTIPLIED("m16n8k16.row.col.f32.f16.f16.f32", "44444444444444", 16, Half, Half)
+    MULTIPLIED("m16n8k16.row.col.f32.bf16.bf16.f32", "44444444444444", 16, Bfloat, Bfloat)
     MULTIPLIED("m16n8k8.row.col.f32.tf32.tf32.f32", "44444444444444", 8, Tf32, Tf32)
     MULTIPLIED("m16n8k16.row.col.s32.s8.s8.s32", "44444444444", 16, Byte<s8>, Byte<s8>)
     MULTIPLIED("m16n8k16.row.col.s32.u8.s8.s32", "44444444444", 16, Byte<u8>, Byte<s8>)

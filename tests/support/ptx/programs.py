@@ -141,6 +141,10 @@ ATTENTION = {
     "prefill, shared keys": (64, 64, 37, 100, 6, 2, 2),
     "prefill, big heads": (256, 256, 40, 50, 1, 1, 1),
     "prefill, few keys": (64, 64, 21, 7, 1, 1, 1),
+    "decode, latent": (576, 512, 1, 150, 4, 1, 1),
+    "decode, latent, many heads": (576, 512, 1, 280, 40, 1, 1),
+    "prefill, latent": (576, 512, 5, 70, 16, 1, 1),
+    "prefill, splits": (64, 64, 5, 600, 16, 1, 1),
 }
 
 

@@ -19,16 +19,17 @@ from ggmlb.core.tensor import Tensor
 if TYPE_CHECKING:
     from ggmlb.backends.gpu import Launch, Target
 
-CACHED = frozenset({DType.F16, DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1})
-"""Types of keys and values within the range of f16; the portable kernel computes others."""
+CACHED = frozenset({DType.F16, DType.BF16, DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1})
+"""Types of keys and values within the range of the tensor cores' f16 or bf16; the portable kernel computes
+others."""
 
 ROWS = 16
 """Query rows of a warp."""
 
 MAX_HEAD_SIZE = 256
+"""Largest head of which a warp holds all sums; of larger ones, WARPS_OF_HEAD warps hold a part each."""
 
-_RESIDENT = (4, 3)
-"""Work-groups of few queries per multiprocessor, limited by registers: head sizes up to 64, and above."""
+WARPS_OF_HEAD = 4
 
 BIG_HEAD = 128
 """Beyond this, queries are kept in shared memory, and tiles have fewer keys."""
@@ -37,8 +38,9 @@ BIG_HEAD = 128
 def _for_tensor_cores(node: Tensor) -> str | None:
     k, v = node.operand(1), node.operand(2)
     d_k, d_v = k.ne[0], v.ne[0]
-    if d_k % 16 or d_v % 16 or not d_v <= d_k <= MAX_HEAD_SIZE or k.ne[2] != v.ne[2]:
-        return f"head sizes of {d_k} and {d_v}: only multiples of 16 up to {MAX_HEAD_SIZE}, values not larger"
+    step = 16 if d_k <= MAX_HEAD_SIZE else 16 * WARPS_OF_HEAD
+    if d_k % step or d_v % step or d_v > d_k or k.ne[2] != v.ne[2]:
+        return f"head sizes of {d_k} and {d_v}: only multiples of {step}, values not larger"
     return None if {k.dtype, v.dtype} <= CACHED else "keys or values beyond the range of f16"
 
 
@@ -51,19 +53,27 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     q, k, v = node.operand(0), node.operand(1), node.operand(2)
     mask, sinks = node.optional(3), node.optional(4)
     d_k, d_v = k.ne[0], v.ne[0]
-    per_kv, big = q.ne[2] // k.ne[2], d_k > BIG_HEAD
+    per_kv, big, large = q.ne[2] // k.ne[2], d_k > BIG_HEAD, d_k > MAX_HEAD_SIZE
     n_rows, n_sets = q.ne[1] * per_kv, k.ne[2] * q.ne[3]
     few = n_rows <= ROWS
     warps_m, warps_n = (1, 2 if big else 4) if few else (2 if big else 4, 1)
     keys = (32 if few else 16) if big else 64
-    tiles = -(-k.ne[1] // keys)
-    # One wave of groups, without a partial second one, and at least two tiles per group.
-    splits = max(1, min(_RESIDENT[d_k > 64] * target.n_units // n_sets, tiles // 2)) if few else 1
+    if large:
+        warps_n, keys = 1, 16
+    # Groups per multiprocessor, limited by registers.
+    resident = (2 if large else 3 if d_k > 64 else 4) if few else (1 if large else 2)
+    n_blocks, tiles = -(-n_rows // (ROWS * warps_m)), -(-k.ne[1] // keys)
+    # One wave of groups, without a partial second one; each with two tiles or more, and four keys per row, as
+    # parts are written and read again.
+    most = tiles * keys // max(2 * keys, 4 * ROWS * warps_m)
+    splits = max(1, min(resident * target.n_units // (n_sets * n_blocks), most))
     per_split = -(-tiles // splits)
     splits = -(-tiles // per_split)
+    in_parts = warps_n > 1 or splits > 1
     flags: dict[str, str | int] = {
-        "D_K": d_k, "D_V": d_v, "KEYS": keys, "WARPS_M": warps_m, "WARPS_N": warps_n, "Q_SHARED": int(big),
-        "K_ASYNC": int(_in_vectors(k)), "V_ASYNC": int(_in_vectors(v)),
+        "D_K": d_k, "D_V": d_v, "KEYS": keys, "WARPS_M": warps_m, "WARPS_N": warps_n,
+        "WARPS_D": WARPS_OF_HEAD if large else 1, "PARTS": int(in_parts), "Q_SHARED": int(big and not large),
+        "K_ASYNC": int(_in_vectors(k)), "V_ASYNC": int(_in_vectors(v)), "K_TILE": _tile(k), "V_TILE": _tile(v),
     }  # fmt: skip
     extra = {"MASK": 1 + _in_pairs(mask)} if mask is not None else {}
     if node.params["logit_softcap"]:
@@ -76,15 +86,15 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     p = node.params
     numbers = p["scale"], p["logit_softcap"], p["max_bias"], *alibi(q.ne[2], p["max_bias"]), per_split * keys
     found = kernels(PACKAGE)
-    held = [parts, facts] if few else [out, out]
-    groups = -(-n_rows // (ROWS * warps_m)), splits, n_sets
+    held = [parts, facts] if in_parts else [out, out]
+    wg = 32 * warps_m * warps_n * (WARPS_OF_HEAD if large else 1)
     steps = [
         launch(
-            found["flash_mma"], [*given, out, *held, *numbers], groups, 32 * warps_m * warps_n,
+            found["flash_mma"], [*given, out, *held, *numbers], (n_blocks, splits, n_sets), wg,
             **flags, **extra, **sink_flag,
         )
     ]  # fmt: skip
-    if few:
+    if in_parts:
         combine: list[Mem | int] = [parts, facts, given[4], out, splits, per_kv]
         steps.append(
             launch(found["flash_combine"], combine, (n_rows, k.ne[2], q.ne[3]), 128, D_V=d_v, **sink_flag)
@@ -98,5 +108,10 @@ def _in_pairs(mask: Tensor) -> bool:
 
 
 def _in_vectors(t: Tensor) -> bool:
-    """Whether rows of f16 consist of aligned 16-byte vectors."""
-    return t.dtype is DType.F16 and not any(x % 16 for x in (t.offset, *t.nb[1:]))
+    """Whether rows of f16 or bf16 consist of aligned 16-byte vectors."""
+    return t.dtype in (DType.F16, DType.BF16) and not any(x % 16 for x in (t.offset, *t.nb[1:]))
+
+
+def _tile(t: Tensor) -> str:
+    """Return the type of the tiles of keys or values in shared memory."""
+    return "bf16" if t.dtype is DType.BF16 else "f16"

@@ -36,8 +36,21 @@ DEVICE_FN void load_matrices_transposed(uint *r, const void *p)
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address_(p)) : "memory");
 }
 
-/* mma: d (16x8, f32) += a (16x16 halves, row-major) times b (16x8 halves, column-major), distributed over the warp */
-DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
+/* two floats as two halves, or as two bf16 */
+DEVICE_FN uint pack2_f16(float low, float high) { return (uint)float_to_half_(low) | (uint)float_to_half_(high) << 16; }
+DEVICE_FN uint pack2_bf16(float low, float high)
+{
+#if __CUDA_ARCH__ >= 800
+    uint u;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(u) : "f"(high), "f"(low));
+    return u;
+#else
+    return pack2_f16(fminf(fmaxf(low, -65504.0f), 65504.0f), fminf(fmaxf(high, -65504.0f), 65504.0f));
+#endif
+}
+
+/* mma: d (16x8, f32) += a (16x16, row-major) times b (16x8, column-major), distributed over the warp */
+DEVICE_FN void multiply_add_f16(float *d, const uint *a, const uint *b)
 {
 #if __CUDA_ARCH__ >= 800
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -47,6 +60,17 @@ DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
     for (int i = 0; i < 2; i++)
         asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[2*i]), "r"(a[2*i + 1]), "r"(b[i]));
+#endif
+}
+
+DEVICE_FN void multiply_add_bf16(float *d, const uint *a, const uint *b)
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+    multiply_add_f16(d, a, b);                /* of halves, as pack2_bf16 makes them there */
 #endif
 }
 
