@@ -48,7 +48,11 @@ def ggmlb(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere on the line.")
+        bool,
+        typer.Option(
+            "--debug",
+            help="Show the traceback of an error, and of failing cases; allowed anywhere on the line.",
+        ),
     ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Hide progress and notes; allowed anywhere on the line.")
@@ -100,6 +104,8 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 def run(args: Sequence[str]) -> int:
     """Run one command and return the exit status; ggmlb's errors become one line on stderr."""
     debug = "--debug" in args
+    if debug:
+        plain.show_tracebacks()
     if "--quiet" in args:
         plain.be_quiet()
     command: Any = typer.main.get_command(application(args))

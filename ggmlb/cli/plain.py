@@ -48,6 +48,16 @@ def is_quiet() -> bool:
     return not env.flag("GGMLB_PROGRESS", default=True)
 
 
+def show_tracebacks() -> None:
+    """Show the traceback of errors from now on, in this process and its workers."""
+    env.put("GGMLB_DEBUG", "1")
+
+
+def is_debug() -> bool:
+    """Whether tracebacks of errors are wanted."""
+    return env.flag("GGMLB_DEBUG", default=False)
+
+
 def drop_output() -> None:
     """Redirect a broken standard output to null, so that Python does not flush it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from ggmlb.cli.frame import Column, Row, print_table
@@ -41,7 +42,7 @@ def print_results(out: Console, results: Sequence[CaseResult], verbose: bool = F
             _print_cases(out, cases)
         else:
             _print_families(out, device, mode, cases)
-        _print_failures(out, cases)
+        print_failures(out, cases, verbose)
         _print_reasons(out, cases)
         _print_sum(out, device, mode, cases)
 
@@ -107,13 +108,16 @@ def _limits(r: CaseResult) -> str:
     return f"Measured limits: {', '.join(told) or 'none, for it neither copies nor multiplies'}"
 
 
-def _print_failures(out: Console, cases: Sequence[CaseResult]) -> None:
+def print_failures(out: Console, cases: Sequence[CaseResult], verbose: bool = False) -> None:
+    """Print failures with their reasons; if `verbose`, with tracebacks, wrong elements and programs."""
     from rich.text import Text
 
     for r in cases:
         if r.outcome.is_bad:
             head = Text(f"{r.outcome.value.upper()} {r.id}", style=STYLES[r.outcome])
-            out.print(Text.assemble(head, f"\n  {r.reason}"), soft_wrap=True)
+            told = [r.reason, *((r.detail, r.program) if verbose else ())]
+            body = "\n\n".join(indent(text, "  ") for text in told if text)
+            out.print(Text.assemble(head, f"\n{body}"), soft_wrap=True)
 
 
 def _print_reasons(out: Console, cases: Sequence[CaseResult]) -> None:

@@ -123,7 +123,14 @@ def test(
             "--xfail", metavar="FILE", help="File of cases known to fail: 'REGEX # reason' in each line."
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every case in the table.")] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Show every case, and tracebacks, wrong elements and programs of failures.",
+        ),
+    ] = False,
     only_list: Annotated[
         bool, typer.Option("--list", help="List the case ids without running them.")
     ] = False,
@@ -157,6 +164,7 @@ def test(
     from ggmlb.testing.results import NOTHING_RAN
     from ggmlb.testing.run import ALL, selections, tasks
 
+    verbose = verbose or plain.is_debug()
     modes = ALL if mode is Mode.all else (mode.value,)
     if address is not None and jobs is not None and jobs > 1:
         raise typer.BadParameter("--address: a connection belongs to one process; leave out --jobs")
@@ -166,6 +174,8 @@ def test(
     except UnknownDeviceError:
         raise
     except (RegistryError, BackendUnavailable) as error:
+        if plain.is_debug():
+            raise
         plain.echo(f"ggmlb: {error}", sys.stderr)
         raise typer.Exit(NOTHING_RAN) from None
     except ArgumentError as error:
@@ -252,6 +262,7 @@ def _run(
     Returns:
         The results in the order of the tasks; the facts for reports; the signal that stopped the run, or 0.
     """
+    from ggmlb.cli.tables import print_failures
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.formats import JunitReport
     from ggmlb.testing.run import run_as_done
@@ -260,7 +271,7 @@ def _run(
     known = {name: ExpectedFailures.of(device_named(name), xfail) for name in {task.device for task in work}}
     total = sum(len(task.ids) for task in work)
     found: list[tuple[int, CaseResult]] = []
-    stopped_by = 0
+    stopped_by = n_bad = 0
     report = None
     with progress_bar("testing", total) as progress, _Stops() as stops:
         try:
@@ -270,6 +281,10 @@ def _run(
             for i, result in run_as_done(work, jobs):
                 with stops.held(), _writing():
                     found.append((i, known[result.device].judge(result)))
+                    n_bad += found[-1][1].outcome.is_bad
+                    if n_bad == 1 and found[-1][1].outcome.is_bad and not plain.is_quiet():
+                        plain.note("ggmlb: the first failure; the run goes on")
+                        print_failures(console(sys.stderr), [found[-1][1]], verbose=True)
                     if report is not None:
                         report.add(found[-1][1])
                 progress(len(found), total)

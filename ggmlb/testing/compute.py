@@ -7,17 +7,18 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.enums import NO_OPS, Status
-from ggmlb.core.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError, one_line
+from ggmlb.core.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor, same_layout
 from ggmlb.interface import Backend, Device
 from ggmlb.interface.registry import device_by_name
 from ggmlb.testing.devices import weight_memories
+from ggmlb.testing.failure import WrongValuesError, traceback_of
 from ggmlb.testing.guarded import GuardedMemory
 from ggmlb.testing.limits import limit
 from ggmlb.testing.placing import WeightMemory, memory_of
-from ggmlb.testing.results import CaseResult, Outcome
+from ggmlb.testing.results import CaseResult, Finding, Outcome
 
 if TYPE_CHECKING:
     from ggmlb.testing.cases import KitCase
@@ -50,19 +51,15 @@ class Bench(Freeable):
     def test(self, case: KitCase) -> CaseResult:
         """Compute a case on device and reference; compare the values, and check for writes elsewhere."""
         start = perf_counter()
-        outcome, reason, nmse = self._test(case)
-        return CaseResult(
-            "test", self.device.name, case.family, case.id, outcome, reason, nmse, perf_counter() - start
-        )
+        found = self._test(case)
+        return found.result("test", self.device.name, case.family, case.id, perf_counter() - start)
 
     def support(self, case: KitCase) -> CaseResult:
         """Check by computing a case that the device computes what it claims to, and declines the rest."""
         start = perf_counter()
-        outcome, reason, claimed = self._support(case)
-        took, facts = perf_counter() - start, {"supported": claimed}
-        return CaseResult(
-            "support", self.device.name, case.family, case.id, outcome, reason, None, took, facts
-        )
+        found, claimed = self._support(case)
+        took = perf_counter() - start
+        return found.result("support", self.device.name, case.family, case.id, took, {"supported": claimed})
 
     def free(self) -> None:
         """Free the bench's streams, and its memory for programs.
@@ -78,88 +75,93 @@ class Bench(Freeable):
 
     # -- test ----------------------------------------------------------------------------------
 
-    def _test(self, case: KitCase) -> tuple[Outcome, str, float | None]:
+    def _test(self, case: KitCase) -> Finding:
         built = case.program.case(case.id).build()
-        why = refusal(self.device, built)
+        try:
+            why = refusal(self.device, built)
+        except Exception as error:
+            return Finding.failed(error, "declines() must answer, but ")
         if why:
-            return Outcome.SKIPPED, f"not supported: {why}", None
+            return Finding(Outcome.SKIPPED, f"not supported: {why}")
         why = refusal(self.reference.device, built)
         if why:
-            return Outcome.SKIPPED, f"no reference: {why}", None
+            return Finding(Outcome.SKIPPED, f"no reference: {why}")
         try:
             expected = _expected(self.reference, self._reference_memory, case)
         except Exception as error:
-            return Outcome.FAILED, f"the reference fails: it raised {one_line(error)}", None
-        wrong, nmse = "", None
+            return Finding.failed(error, "the reference fails: ")
         try:
             built = expected.build()
             image, why = self._placed(case, built)
             why = why or refusal(self.device, built)  # it may depend on the memory of a weight
             if image is None or (case.memory and why):
-                return Outcome.SKIPPED, f"not supported: {why}", None
+                return Finding(Outcome.SKIPPED, f"not supported: {why}")
             for run in RUNS if image.keeps_inputs else RUNS[:1]:
                 image.upload()
-                wrong, nmse = _compute(self.stream, image)
-                if wrong:
-                    wrong = f"{run}: {wrong}" if run else wrong
-                    break
-            if not (wrong or case.memory) and isinstance(self._memory, GuardedMemory):
-                wrong = self._in_place(expected, self._memory)
+                found = _compute(self.stream, image)
+                if found.outcome is Outcome.FAILED:
+                    return found._replace(reason=f"{run}: {found.reason}") if run else found
+            if not case.memory and isinstance(self._memory, GuardedMemory):
+                return self._in_place(expected, self._memory) or found
+            return found
         except Exception as error:  # a backend may raise anything; the next case is tested all the same
-            return Outcome.FAILED, f"it raised {one_line(error)}", None
-        return (Outcome.FAILED if wrong else Outcome.PASSED), wrong, nmse
+            return Finding.failed(error)
 
-    def _in_place(self, expected: Case, memory: GuardedMemory) -> str:
-        """Return faults of the result when an allocator places it in an operand's memory."""
+    def _in_place(self, expected: Case, memory: GuardedMemory) -> Finding | None:
+        """Return the failure, if any, when an allocator places the result in an operand's memory."""
         for i in inplace_operands(expected.build().graph.nodes[-1]):
             built = expected.build()
             node = built.graph.nodes[-1]
             image = memory.place(built, (node, node.operand(i)))
             image.upload()
-            wrong, _ = _compute(self.stream, image)
-            if wrong:
-                return f"its result in the place of src{i}: {wrong}"
-        return ""
+            found = _compute(self.stream, image)
+            if found.outcome is Outcome.FAILED:
+                return found._replace(reason=f"its result in the place of src{i}: {found.reason}")
+        return None
 
     # -- support -------------------------------------------------------------------------------
 
-    def _support(self, case: KitCase) -> tuple[Outcome, str, bool]:
+    def _support(self, case: KitCase) -> tuple[Finding, bool]:
         built, failed = case.program.case(case.id).build(), Outcome.FAILED
         try:
             before = refusal(self.device, built)
         except Exception as error:
-            return failed, f"declines() must answer, but it raised {one_line(error)}", False
-        wrong = _inconsistency(self.device, self.stream, built)
+            return Finding.failed(error, "declines() must answer, but "), False
+        try:
+            wrong = _inconsistency(self.device, self.stream, built)
+        except Exception as error:
+            return Finding.failed(error, "supports_op() must answer, but "), before is None
         if wrong:
-            return failed, wrong, before is None
+            return Finding(failed, wrong), before is None
         try:
             image, why = self._placed(case, built)
             if image is None:
-                return Outcome.SKIPPED, f"not supported: {why}", False
+                return Finding(Outcome.SKIPPED, f"not supported: {why}"), False
             image.upload()
         except Exception as error:
-            return failed, f"cannot be placed: it raised {one_line(error)}", before is None
+            return Finding.failed(error, "cannot be placed: "), before is None
         after = refusal(self.device, built)
         if after != before and not case.memory:
-            return failed, "the answer changes once the tensors are in a buffer", before is None
+            return Finding(failed, "the answer changes once the tensors are in a buffer"), before is None
         before = after
         try:
             _run(self.stream, image)
         except UnsupportedOpError as error:
             if before is None:
-                return failed, f"it claims the op, then refuses it: {error}", True
-            return Outcome.SKIPPED, f"refused: {before}", False
+                told = f"it claims the op, then refuses it: {error}"
+                return Finding(failed, told, None, traceback_of(error), error), True
+            return Finding(Outcome.SKIPPED, f"refused: {before}"), False
         except Exception as error:
-            if before is None:
-                return failed, f"it claims the op, then fails: it raised {one_line(error)}", True
-            return (
-                failed,
-                f"it refuses the op, but not with an UnsupportedOpError: it raised {one_line(error)}",
-                False,
+            claimed = before is None
+            told = (
+                "claims the op, then fails"
+                if claimed
+                else "refuses the op, but not with an UnsupportedOpError"
             )
+            return Finding.failed(error, f"it {told}: "), claimed
         if before is not None:
-            return failed, f"it refuses the op ({before}), then computes it", False
-        return Outcome.PASSED, "", True
+            return Finding(failed, f"it refuses the op ({before}), then computes it"), False
+        return Finding(Outcome.PASSED), True
 
     def _placed(self, case: KitCase, built: Built) -> tuple[Image | None, str]:
         """Place a program, or return why the memory for weights refuses it."""
@@ -224,11 +226,18 @@ def _run(stream: Backend, image: Image) -> None:
         raise Error(f"graph_compute returned {status!r}, not SUCCESS")
 
 
-def _compute(stream: Backend, image: Image) -> tuple[str, float | None]:
+def _compute(stream: Backend, image: Image) -> Finding:
     """Compute a program; return its faults, and the largest error."""
     _run(stream, image)
     verdicts = image.built.compare()
     nmse = max((v.nmse for v in verdicts.values() if v.nmse is not None), default=None)
     reasons = [v.reason or "wrong" for v in verdicts.values() if not v.ok]
-    trespass = image.trespass()
-    return "; ".join([*reasons, *([trespass] if trespass else [])]), nmse
+    reasons += filter(None, [image.trespass()])
+    if not reasons:
+        return Finding(Outcome.PASSED, "", nmse)
+    wrong = {name: v.difference for name, v in verdicts.items() if v.difference is not None}
+    detail = "\n".join(f"{name}:\n{of.text}" if len(verdicts) > 1 else of.text for name, of in wrong.items())
+    told = "; ".join(reasons)
+    first = next(iter(wrong.values()), None)
+    error = None if first is None else WrongValuesError(told, first.got, first.expected)
+    return Finding(Outcome.FAILED, told, nmse, detail, error)

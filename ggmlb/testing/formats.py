@@ -30,7 +30,7 @@ def as_csv(results: Sequence[CaseResult], about: About | None = None) -> str:
     """Return results as CSV: a header, then a line for each result; `about` is ignored."""
     facts = list(dict.fromkeys(name for result in results for name in result.facts))
     out = io.StringIO()
-    writer = csv.DictWriter(out, [*COLUMNS, *facts], lineterminator="\n")
+    writer = csv.DictWriter(out, [*COLUMNS, *facts], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(result.as_dict() for result in results)
     return out.getvalue()
@@ -190,7 +190,8 @@ def _case(result: CaseResult) -> bytes:
     case.set("time", f"{result.time_s or 0:.6f}")
     reason = result.reason.translate(_NO_XML)
     if result.outcome.is_bad:
-        ElementTree.SubElement(case, "failure", message=reason, type=result.outcome.value).text = reason
+        told = "\n\n".join(filter(None, (reason, result.detail, result.program))).translate(_NO_XML)
+        ElementTree.SubElement(case, "failure", message=reason, type=result.outcome.value).text = told
     elif result.outcome is not Outcome.PASSED:
         ElementTree.SubElement(case, "skipped", message=reason, type=result.outcome.value)
     ElementTree.indent(case, level=2)

@@ -32,7 +32,7 @@ from ggmlb.testing.compute import refusal
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.ops import RECORDS
 from ggmlb.testing.placing import alloc_weight, weight_of
-from ggmlb.testing.results import CaseResult, Outcome
+from ggmlb.testing.results import CaseResult, Finding, Outcome
 
 if TYPE_CHECKING:
     from ggmlb.testing.cases import KitCase
@@ -90,23 +90,22 @@ class GradientBench(Freeable):
             with warnings.catch_warnings():
                 # Memory for weights may serve products only, and the CPU then works on a copy.
                 warnings.simplefilter("ignore", RuntimeWarning)
-                outcome, reason, nmse = self._check(case, facts)
+                found = self._check(case, facts)
         except Exception as error:  # a backend may raise anything; the next case is tested all the same
-            outcome, reason, nmse = Outcome.FAILED, f"it raised {one_line(error)}", None
-        took = perf_counter() - start
-        return CaseResult("grad", self.device.name, case.family, case.id, outcome, reason, nmse, took, facts)
+            found = Finding.failed(error)
+        return found.result("grad", self.device.name, case.family, case.id, perf_counter() - start, facts)
 
-    def _check(self, case: KitCase, facts: dict[str, Any]) -> tuple[Outcome, str, float | None]:
+    def _check(self, case: KitCase, facts: dict[str, Any]) -> Finding:
         skipped = Outcome.SKIPPED
         problem = problem_of(case)
         if why := refusal(self.device, problem.built):
-            return skipped, f"not supported: {why}", None
+            return Finding(skipped, f"not supported: {why}")
         if not problem.operands:
-            return skipped, "no float32 operand of which a float32 result has a gradient", None
+            return Finding(skipped, "no float32 operand of which a float32 result has a gradient")
         try:
             graph = problem.graph()
         except GraphError as error:
-            return skipped, f"no gradient: {one_line(error)}", None
+            return Finding(skipped, f"no gradient: {one_line(error)}")
         with ExitStack() as stack:
             if case.memory:
                 try:
@@ -114,9 +113,9 @@ class GradientBench(Freeable):
                         alloc_weight(problem.built.graph.nodes[-1], self._weights[case.memory])
                     )
                 except Error as error:
-                    return skipped, f"not supported: {one_line(error)}", None
+                    return Finding(skipped, f"not supported: {one_line(error)}")
                 if why := refusal(self.device, problem.built):
-                    return skipped, f"not supported: {why}", None
+                    return Finding(skipped, f"not supported: {why}")
             found = gradients(problem, graph, self._scheduler)
         left = {p.op for p in self._scheduler.placement if p.device != self.device.name}
         if left:
@@ -129,11 +128,11 @@ class GradientBench(Freeable):
         names: Sequence[str],
         weights: npt.NDArray[Any],
         grads: Sequence[npt.NDArray[Any]],
-    ) -> tuple[Outcome, str, float | None]:
+    ) -> Finding:
         built = case.program.case(case.id).build()
         self._reference.alloc_graph(built.graph)
         out = built.tensors[case.program.outputs[0]]
-        worst, n_smooth, wrong = 0.0, 0, []
+        worst, n_smooth, wrong, details = 0.0, 0, list[str](), list[str]()
 
         inputs = [(t, s.data) for s in built.case.leafs if (t := built.tensors[s.name]).buffer is not None]
 
@@ -147,11 +146,12 @@ class GradientBench(Freeable):
 
         for name, grad in zip(names, grads, strict=True):
             if not np.isfinite(grad).all():
-                return Outcome.FAILED, f"the gradient of {name} is not finite", None
+                return Finding(Outcome.FAILED, f"the gradient of {name} is not finite")
             leaf, data = built.tensors[name], next(s.data for s in built.case.leafs if s.name == name)
             array = data.view(np.float32).reshape(leaf.shape)
             chosen = np.random.default_rng(3).permutation(array.size)[:N_ELEMENTS]
             slopes = [_slope(loss, leaf, array, np.unravel_index(place, array.shape)) for place in chosen]
+            is_smooth = np.array([s.is_smooth for s in slopes], np.bool_)
             smooth = [
                 (grad.flat[at], s.value, s.doubt) for at, s in zip(chosen, slopes, strict=True) if s.is_smooth
             ]
@@ -162,9 +162,18 @@ class GradientBench(Freeable):
             worst = max(worst, nmse)
             if nmse > MOST_NMSE:
                 wrong.append(f"the gradient of {name} has nmse {nmse:.3g}, above {MOST_NMSE:g}")
+                at, error = max(zip(chosen[is_smooth], off, strict=True), key=lambda of: of[1])
+                index = [int(i) for i in reversed(np.unravel_index(at, array.shape))]
+                slope = slopes[list(chosen).index(at)].value
+                details.append(
+                    f"{name}: largest error of {len(off)} tried elements: {error:.3g} at {index}: "
+                    f"expected {slope:.6g} by differences, got {grad.flat[at]:.6g}"
+                )
         if not n_smooth:
-            return Outcome.SKIPPED, "no element moves the result smoothly in float32", None
-        return (Outcome.FAILED if wrong else Outcome.PASSED), "; ".join(wrong), worst
+            return Finding(Outcome.SKIPPED, "no element moves the result smoothly in float32")
+        return Finding(
+            Outcome.FAILED if wrong else Outcome.PASSED, "; ".join(wrong), worst, "\n".join(details)
+        )
 
 
 @dataclass(frozen=True)

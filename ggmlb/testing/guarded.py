@@ -16,6 +16,7 @@ from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType, tensor_alloc, view_init
 from ggmlb.runtime.alloc.context import padded
+from ggmlb.testing.programs import FILLED_WITH
 
 if TYPE_CHECKING:
     from ggmlb.testing.programs import Built
@@ -30,7 +31,7 @@ def poison(size: int) -> npt.NDArray[np.uint8]:
     Each pair is 0xFFF1 to 0xFFFF: a NaN of half precision, of bfloat16, and at the head of longer types.
     """
     pairs = np.empty((size + 1) // 2, "<u2")
-    pairs[:] = 0xFFF1 + np.arange(pairs.size) % 15
+    pairs[:] = FILLED_WITH + np.arange(pairs.size) % 15
     return pairs.view(np.uint8)[:size]
 
 

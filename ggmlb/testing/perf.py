@@ -23,7 +23,7 @@ from ggmlb.core import dtypes
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, DeviceType, Op
-from ggmlb.core.errors import AllocationError, ArgumentError, DTypeError, ShapeError, one_line
+from ggmlb.core.errors import AllocationError, ArgumentError, DTypeError, ShapeError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
@@ -32,7 +32,7 @@ from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.ops import RECORDS
 from ggmlb.testing.placing import alloc_weight
-from ggmlb.testing.results import CaseResult, Outcome
+from ggmlb.testing.results import CaseResult, Finding, Outcome
 
 F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
 
@@ -125,10 +125,9 @@ def measure(device: Device, case: PerfCase, rates: PeakRates) -> CaseResult:
     except AllocationError as error:
         took, why = None, f"no room: {error}"
     except Exception as error:
-        told = f"it raised {one_line(error)}"
-        return CaseResult("perf", device.name, case.family, case.id, Outcome.FAILED, told)
+        return Finding.failed(error).result("perf", device.name, case.family, case.id)
     if took is None:
-        return CaseResult("perf", device.name, case.family, case.id, Outcome.SKIPPED, why)
+        return Finding(Outcome.SKIPPED, why).result("perf", device.name, case.family, case.id)
     moved, work = moved_nbytes(node), flops(node)
     best, best_gflop_s = rates.best
     limits = {"copy": moved / rates.copy_gb_s / 1e9} if rates.copy_gb_s else {}
@@ -146,7 +145,7 @@ def measure(device: Device, case: PerfCase, rates: PeakRates) -> CaseResult:
         "product_gflop_s": best_gflop_s or None,
         "product_type": best or None,
     }
-    return CaseResult("perf", device.name, case.family, case.id, Outcome.PASSED, "", None, took, facts)
+    return Finding(Outcome.PASSED).result("perf", device.name, case.family, case.id, took, facts)
 
 
 def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[float | None, str]:

@@ -55,7 +55,7 @@ def ggmlb_runner() -> Iterator[Runner]:
     """Session fixture that runs cases, with one stream on each device."""
     from ggmlb.testing.run import Runner
 
-    with Runner() as runner:
+    with Runner(keep_errors=True) as runner:
         yield runner
 
 
@@ -73,32 +73,44 @@ def run_case(
     runner: Runner,
     xfails: Callable[[str], ExpectedFailures],
     case: tuple[FamilyTask, str],
-    properties: list[tuple[str, object]],
+    item: pytest.Item,
 ) -> CaseResult:
     """Run one case; skip, xfail or fail the pytest test by its outcome.
+
+    An error of the device is raised again, so that `--pdb` begins in its code; for wrong values, `--pdb`
+    begins here, where `got` and `expected` are arrays.
 
     Args:
         runner: Runs the case.
         xfails: Known failures, by the device's name.
         case: The case and its task.
-        properties: `Item.user_properties`, extended by the device and figures. (`record_property` warns
-            with `--junitxml`, which a project may turn into an error.)
+        item: The test. Its `user_properties` get the device and figures. (`record_property` warns with
+            `--junitxml`, which a project may turn into an error.)
     """
     from dataclasses import replace
 
+    from ggmlb.testing.failure import WrongValuesError, own_traceback
     from ggmlb.testing.results import Outcome
 
     task, name = case
     (result,) = runner.run(replace(task, ids=(name,)))
     result = xfails(task.device).judge(result)
     facts = {**dict(zip(FACTS, (task.mode, task.device, task.family, name), strict=True)), **result.facts}
-    properties += [(f"ggmlb_{fact}", value) for fact, value in facts.items()]
+    item.user_properties += [(f"ggmlb_{fact}", value) for fact, value in facts.items()]
     if result.outcome is Outcome.SKIPPED:
         pytest.skip(result.reason)
     if result.outcome is Outcome.XFAILED:
         pytest.xfail(result.reason)
     if result.outcome.is_bad:
-        pytest.fail(result.reason, pytrace=False)
+        detail, program = result.detail, result.program
+        error = result.error
+        if isinstance(error, WrongValuesError):
+            got, expected = error.got, error.expected  # noqa: F841
+        elif error is not None and result.outcome is Outcome.FAILED:
+            __tracebackhide__ = True
+            item.add_report_section("call", "ggmlb", f"{result.reason}\n\n{program}")
+            raise error.with_traceback(own_traceback(error))
+        pytest.fail("\n\n".join(filter(None, (result.reason, detail, program))), pytrace=False)
     return result
 
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Ne, Tensor
+from ggmlb.testing.wrong import WrongElements, of_floats
 
 CONSTANTS: dict[str, type[IntEnum]] = {
     "TYPE_": DType,
@@ -48,13 +49,25 @@ CONSTANTS: dict[str, type[IntEnum]] = {
 """Enum of a constant of ggml.h, by its prefix."""
 
 
+FILLED_WITH: Final = 0xFFF1
+"""The least upper 16 bits of the NaNs that the kit fills memory with (`guarded.poison`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of comparing an output with ggml's; `nmse` is None if no error was measured."""
+    """Result of comparing an output with ggml's.
+
+    Attributes:
+        ok: Whether the output is right.
+        nmse: The normalised mean squared error, if it was measured.
+        reason: Why it is wrong.
+        difference: The wrong elements, if there are elements to compare.
+    """
 
     ok: bool
     nmse: float | None
     reason: str = ""
+    difference: WrongElements | None = None
 
 
 class Archive:
@@ -284,11 +297,17 @@ def compare_bytes(case: Case, name: str, data: npt.NDArray[np.uint8]) -> Verdict
     if case.rule in ("gather", "gather_sorted"):
         return _compare_gathered(case, spec, data)
     if spec.dtype.is_quantized and case.nmse == 0:
-        return _verdict_equal(data, spec.data, "blocks")
+        blocks = (*spec.ne[:0:-1], -1, spec.dtype.type_size)
+        return _verdict_equal(data.reshape(blocks), spec.data.reshape(blocks), "blocks")
     out, ref = _values(spec.dtype, spec.ne, data), _values(spec.dtype, spec.ne, spec.data)
     if out.dtype.kind == "i":
         return _verdict_equal(out, ref, "elements")
-    return _compare_floats(out.astype(np.float64), ref.astype(np.float64), case.nmse)
+    verdict = _compare_floats(out.astype(np.float64), ref.astype(np.float64), case.nmse)
+    if verdict.difference is None or spec.dtype.is_quantized:
+        return verdict
+    words = data.view(f"<u{spec.dtype.type_size}") >> (8 * spec.dtype.type_size - 16)
+    unwritten = bool((np.isnan(out) & (words >= FILLED_WITH).reshape(out.shape)).any())
+    return replace(verdict, difference=replace(verdict.difference, unwritten=unwritten))
 
 
 def _values(dtype: DType, ne: Ne, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
@@ -300,26 +319,27 @@ def _values(dtype: DType, ne: Ne, data: npt.NDArray[np.uint8]) -> npt.NDArray[An
 
 def _compare_floats(out: npt.NDArray[np.float64], ref: npt.NDArray[np.float64], limit: float) -> Verdict:
     if np.isnan(out).any():
-        return Verdict(False, math.nan, f"{int(np.isnan(out).sum())} elements are NaN")
+        told = f"{int(np.isnan(out).sum())} elements are NaN"
+        return Verdict(False, math.nan, told, of_floats(out, ref, limit))
     masked = np.isinf(ref)
     if not np.array_equal(out[masked], ref[masked]):
-        return Verdict(False, math.inf, "other elements are infinite than in the reference")
-    out, ref = out[~masked], ref[~masked]
-    if limit == 0:
+        told = "other elements are infinite than in the reference"
+        return Verdict(False, math.inf, told, of_floats(out, ref, limit))
+    mean = float(np.mean(ref[~masked] ** 2)) if not masked.all() else 0.0
+    if limit == 0 or mean == 0:
         return _verdict_equal(out, ref, "elements")
-    if ref.size == 0:
-        return Verdict(True, 0.0)
-    scale = float(np.mean(ref * ref))
-    if scale == 0:
-        return _verdict_equal(out, ref, "elements")
-    nmse = float(np.mean((out - ref) ** 2)) / scale
-    return Verdict(nmse <= limit, nmse, "" if nmse <= limit else f"nmse {nmse:.3g} is above {limit:g}")
+    nmse = float(np.mean((out[~masked] - ref[~masked]) ** 2)) / mean
+    if nmse <= limit:
+        return Verdict(True, nmse)
+    return Verdict(False, nmse, f"nmse {nmse:.3g} is above {limit:g}", of_floats(out, ref, limit))
 
 
 def _verdict_equal(out: npt.NDArray[Any], ref: npt.NDArray[Any], what: str) -> Verdict:
-    wrong = int(np.count_nonzero(out != ref))
+    differ = (out != ref).any(-1) if what == "blocks" else out != ref
+    wrong = int(np.count_nonzero(differ))
     if wrong:
-        return Verdict(False, None, f"{wrong} of {ref.size} {what} differ; they must be equal")
+        told = f"{wrong} of {differ.size} {what} differ; they must be equal"
+        return Verdict(False, None, told, WrongElements(out, ref, differ))
     return Verdict(True, 0.0)
 
 

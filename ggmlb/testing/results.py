@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
+
+from ggmlb.testing.failure import raised, traceback_of
 
 
 class Outcome(str, Enum):
@@ -43,6 +45,9 @@ class CaseResult:
         nmse: The largest error of an output, if measured.
         time_s: Time of the case [s]; in mode `perf`, of one computation of the op.
         facts: Other figures of the mode, by name.
+        detail: Of a failure: the traceback into the device's code, or the wrong elements; several lines.
+        program: Of a failure: the case as a Python program to paste.
+        error: Of a failure: the exception, if the runner keeps them. It holds the device's memory.
     """
 
     mode: str
@@ -54,6 +59,9 @@ class CaseResult:
     nmse: float | None = None
     time_s: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    detail: str = ""
+    program: str = ""
+    error: BaseException | None = field(default=None, repr=False, compare=False)
 
     def with_outcome(self, outcome: Outcome, reason: str) -> CaseResult:
         """Return a copy with another outcome and reason."""
@@ -61,9 +69,40 @@ class CaseResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields and facts of this result as a dictionary, for JSON."""
-        fields = asdict(self)
-        facts = fields.pop("facts")
-        return {**fields, "outcome": self.outcome.value, **facts}
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("facts", "error")}
+        if not self.outcome.is_bad:
+            del told["detail"], told["program"]
+        return {**told, "outcome": self.outcome.value, **self.facts}
+
+
+class Finding(NamedTuple):
+    """What the kit found about a case; `CaseResult` has the meaning of each field."""
+
+    outcome: Outcome
+    reason: str = ""
+    nmse: float | None = None
+    detail: str = ""
+    error: BaseException | None = None
+
+    @classmethod
+    def failed(cls, error: BaseException, before: str = "", after: str = "") -> Finding:
+        """Return the failure of a case that raised an error; the reason has texts before and after it."""
+        reason = f"{before}it raised {raised(error)}{after}"
+        return cls(Outcome.FAILED, reason, None, traceback_of(error), error)
+
+    def result(
+        self,
+        mode: str,
+        device: str,
+        family: str,
+        id: str,
+        time_s: float | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> CaseResult:
+        """Return the result of a case."""
+        outcome, reason, nmse, detail, error = self
+        of = (mode, device, family, id, outcome, reason, nmse, time_s)
+        return CaseResult(*of, facts or {}, detail, error=error)
 
 
 def counts(results: Iterable[CaseResult]) -> dict[Outcome, int]:

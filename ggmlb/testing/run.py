@@ -9,18 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import active_children, get_context
 from time import sleep
 from typing import TYPE_CHECKING, Final
 
-from ggmlb.core.errors import ArgumentError, did_you_mean
+from ggmlb.core.errors import ArgumentError, BackendBroken, Error, did_you_mean
 from ggmlb.interface import Device
 from ggmlb.testing import gradients, perf
 from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.compute import Bench
 from ggmlb.testing.devices import device_named, weight_memories
+from ggmlb.testing.failure import program_of, raised, run_again
 from ggmlb.testing.results import CaseResult, Outcome
 
 if TYPE_CHECKING:
@@ -169,16 +170,30 @@ class Runner:
 
     Args:
         devices: Devices by name that are not in the registry (a test's own).
+        keep_errors: Whether results of failures have the exception, whose traceback holds device memory.
     """
 
-    def __init__(self, devices: Iterable[Device] = ()) -> None:
+    def __init__(self, devices: Iterable[Device] = (), *, keep_errors: bool = False) -> None:
+        self._keep_errors = keep_errors
         self._devices = {device.name: device for device in devices}
         self._benches: dict[str, Bench] = {}
         self._gradients: dict[str, gradients.GradientBench] = {}
         self._rates: dict[str, perf.PeakRates] = {}
 
     def run(self, task: FamilyTask) -> Iterator[CaseResult]:
-        """Run the cases of a task; yield each result."""
+        """Run the cases of a task; yield each result.
+
+        Raises:
+            BackendBroken: The device opens no stream.
+        """
+        for result in self._run(task):
+            if result.outcome is not Outcome.FAILED:
+                yield result
+                continue
+            error = result.error if self._keep_errors else None
+            yield replace(result, error=error, program=_program(task, result))
+
+    def _run(self, task: FamilyTask) -> Iterator[CaseResult]:
         device = self.device(task.device)
         if task.mode == "behaviour":
             yield from (behaves(device, task.family, name) for name in task.ids)
@@ -222,12 +237,34 @@ class Runner:
     def _run_of(self, device: Device, mode: str) -> Callable[[KitCase], CaseResult]:
         if mode == "grad":
             if device.name not in self._gradients:
-                self._gradients[device.name] = gradients.GradientBench(device)
+                with _opening(device):
+                    self._gradients[device.name] = gradients.GradientBench(device)
             return self._gradients[device.name].check
         if device.name not in self._benches:
-            self._benches[device.name] = Bench(device)
+            with _opening(device):
+                self._benches[device.name] = Bench(device)
         bench = self._benches[device.name]
         return bench.support if mode == "support" else bench.test
+
+
+@contextmanager
+def _opening(device: Device) -> Iterator[None]:
+    """Context manager that turns what a device raises when it opens a stream into a `BackendBroken`."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        raise BackendBroken(f"{device.name} opens no stream: it raised {raised(error)}") from error
+
+
+def _program(task: FamilyTask, result: CaseResult) -> str:
+    """Return the case of a failure as a program to paste."""
+    if task.mode in ("test", "support") and not task.memory and "(" not in task.device:
+        case = next((c for c in cases_of(task.family) if c.id == result.id), None)
+        if case is not None:
+            return program_of(task.device, case)
+    return run_again(task.device, task.mode, task.family, result.id, task.memory)
 
 
 def run_all(work: Sequence[FamilyTask], jobs: int = 1) -> Iterator[CaseResult]:

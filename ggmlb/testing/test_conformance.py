@@ -21,4 +21,5 @@ def test_case(
     request: pytest.FixtureRequest,
 ) -> None:
     """Check one case on one device."""
-    run_case(ggmlb_runner, ggmlb_xfails, ggmlb_case, request.node.user_properties)
+    __tracebackhide__ = True
+    run_case(ggmlb_runner, ggmlb_xfails, ggmlb_case, request.node)
