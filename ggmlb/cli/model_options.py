@@ -47,7 +47,10 @@ ContextOption = Annotated[
     int | None, count("--ctx", "-c", help="Context size in tokens (default: the model's, at most 4096).")
 ]
 KvOption = Annotated[
-    str, typer.Option("--kv-type", metavar="TYPE", help="Data type of the KV cache: f32, f16, q8_0 or q4_0.")
+    str,
+    typer.Option(
+        "--kv-type", metavar="TYPE", help="Data type of the KV cache: f32, f16, bf16, q8_0 or q4_0."
+    ),
 ]
 OverrideOption = Annotated[
     list[str] | None,

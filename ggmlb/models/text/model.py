@@ -89,8 +89,8 @@ class TextModel(ModelOnDevices):
         n_ctx: Context size of all sequences together [tokens]; by default that of the model's training, at
             most 4096. A recurrent model has states of 16 sequences, each of up to `n_ctx` tokens. Required
             if the KV cache would take more than 256 MiB and 8 times the bytes of the weights.
-        kv_type: Type of the KV cache: `"f16"`, `"q8_0"`, `"q4_0"` or `"f32"`. States of recurrent models are
-            f32.
+        kv_type: Type of the KV cache: `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"` or `"f32"`. States of recurrent
+            models are f32.
         threads: CPU threads; all by default.
         n_ubatch: Tokens per step of a pipeline, at most 512: while a device computes one step of a prompt,
             the next device computes the step before. By default there is no pipeline. For layers on several
