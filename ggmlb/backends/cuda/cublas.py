@@ -32,7 +32,7 @@ WORKSPACE_NBYTES: Final = 32 << 20
 
 _TYPES: Final = {DType.F32: 0, DType.F16: 2, DType.BF16: 14}  # cudaDataType_t
 _N, _T = 0, 1
-_COMPUTE_32F = 68  # for f32 without rounding to TF32
+_COMPUTE_32F, _COMPUTE_32F_FAST_TF32 = 68, 77
 _DEFAULT_ALGORITHM = -1
 _NO_REDUCED_PRECISION_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
 _STATUS: Final = {
@@ -80,6 +80,7 @@ class Gemm:
         stride: Strides of matrices of a, b, d [elements], if there are several.
         count: Number of matrices.
         places: Offsets of the matrices of a, b and d [bytes], for batches without equal strides; else empty.
+        tf32: Whether factors of f32 are rounded to TF32, which has 10 bits of fraction.
     """
 
     a: Mem
@@ -92,6 +93,7 @@ class Gemm:
     stride: tuple[int, int, int] = (0, 0, 0)
     count: int = 1
     places: tuple[tuple[int, int, int], ...] = ()
+    tf32: bool = False
 
     @property
     def mems(self) -> tuple[Mem, ...]:
@@ -112,13 +114,14 @@ def cannot_describe(*mems: Mem) -> str | None:
     return None
 
 
-def gemms(a: Mem, b: Mem, d: Mem) -> list[Gemm]:
+def gemms(a: Mem, b: Mem, d: Mem, tf32: bool = False) -> list[Gemm]:
     """Return the cuBLAS calls for ggml's mul_mat: matrix (i2, i3) of b times matrix (i2/r2, i3/r3) of a.
 
     Args:
         a: ne `[k, m, ne2, ne3]`.
         b: ne `[k, n, r2*ne2, r3*ne3]`, of the same type.
         d: ne `[m, n, r2*ne2, r3*ne3]`, f32.
+        tf32: Whether factors of f32 are rounded to TF32.
     """
     b, d = _stacked(a, b, d)
     (k, m, a2, _), (_, n, b2, b3) = a.ne, b.ne
@@ -129,7 +132,7 @@ def gemms(a: Mem, b: Mem, d: Mem) -> list[Gemm]:
     def strided(starts: tuple[int, int, int], strides: tuple[int, int, int], count: int) -> Gemm:
         x, y, z = (t.window(t.ne, t.nb, start) for t, start in zip((a, b, d), starts, strict=True))
         s = strides[0] // size, strides[1] // size, strides[2] // out
-        return Gemm(x, y, z, m, n, k, ld, s if count > 1 else (0, 0, 0), count)
+        return Gemm(x, y, z, m, n, k, ld, s if count > 1 else (0, 0, 0), count, tf32=tf32)
 
     if r2 == r3 == 1 and all(t.ne[2] == 1 or t.ne[3] == 1 or t.nb[3] == b2 * t.nb[2] for t in (a, b, d)):
         i = 3 if b2 == 1 else 2
@@ -149,7 +152,7 @@ def gemms(a: Mem, b: Mem, d: Mem) -> list[Gemm]:
         for i3 in range(b3)
         for i2 in range(b2)
     )
-    return [Gemm(a, b, d, m, n, k, ld, count=len(places), places=places)]
+    return [Gemm(a, b, d, m, n, k, ld, count=len(places), places=places, tf32=tf32)]
 
 
 def _stacked(a: Mem, b: Mem, d: Mem) -> tuple[Mem, Mem]:
@@ -246,7 +249,7 @@ class CuBlas:
         alpha, beta = ctypes.byref(one), ctypes.byref(zero)
         shape = (_T, _N, gemm.m, gemm.n, gemm.k, alpha)
         lda, ldb, ldd = gemm.ld
-        end = (_COMPUTE_32F, _DEFAULT_ALGORITHM)
+        end = (_COMPUTE_32F_FAST_TF32 if gemm.tf32 else _COMPUTE_32F, _DEFAULT_ALGORITHM)
         args: tuple[Any, ...]
         if gemm.places:
             table = np.array([[a + x, b + y, d + z] for x, y, z in gemm.places], np.uint64).T

@@ -78,8 +78,9 @@ class CudaDevice(GpuDevice):
 
     @cached_property
     def target(self) -> Target:
-        """Properties of the card that decide how kernels divide work: multiprocessors, block size, limits."""
-        return Target(False, self.facts.n_units, WG, max_groups=MAX_GROUPS, blas=self.has_blas)
+        """Properties of the card that decide how nodes are lowered: multiprocessors, block size, limits."""
+        tf32 = env.flag("GGMLB_CUDA_TF32", default=False)
+        return Target(False, self.facts.n_units, WG, max_groups=MAX_GROUPS, blas=self.has_blas, tf32=tf32)
 
     @cached_property
     def has_blas(self) -> bool:

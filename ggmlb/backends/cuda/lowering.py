@@ -49,7 +49,7 @@ class CudaLowering(NamedTuple):
             return request, (request.kernel.name, request.defines, request.wg)
         # The library may use other kernels for other shapes.
         shape = request.m, request.n, request.k, request.count, bool(request.places)
-        return request, ("gemm", request.a.dtype, *shape)
+        return request, ("gemm", request.a.dtype, request.tf32, *shape)
 
     def mems(self, request: Request) -> Sequence[Mem]:
         """Return the tensor arguments of a launch or cuBLAS call."""

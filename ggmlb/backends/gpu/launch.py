@@ -49,6 +49,7 @@ class Target:
         max_wg: Most work-items of a group, for long rows.
         max_groups: Most groups in the second and third dimensions.
         blas: Whether a library computes dense products.
+        tf32: Whether it may round factors of f32 to TF32.
     """
 
     on_cpu: bool
@@ -57,6 +58,7 @@ class Target:
     max_wg: int = MAX_WG
     max_groups: int = 2**31 - 1
     blas: bool = False
+    tf32: bool = False
 
     def groups_for(self, n_rows: int, row_size: int) -> int:
         """Return the number of work-groups for `n_rows` rows: one each; on a CPU, at most eight per core."""

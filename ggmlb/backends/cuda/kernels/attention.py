@@ -73,7 +73,8 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     flags: dict[str, str | int] = {
         "D_K": d_k, "D_V": d_v, "KEYS": keys, "WARPS_M": warps_m, "WARPS_N": warps_n,
         "WARPS_D": WARPS_OF_HEAD if large else 1, "PARTS": int(in_parts), "Q_SHARED": int(big and not large),
-        "K_ASYNC": int(_in_vectors(k)), "V_ASYNC": int(_in_vectors(v)), "K_TILE": _tile(k), "V_TILE": _tile(v),
+        "K_ASYNC": int(_in_vectors(k)), "V_ASYNC": int(_in_vectors(v)),
+        "K_TILE": _tile(k), "V_TILE": _tile(v),
     }  # fmt: skip
     extra = {"MASK": 1 + _in_pairs(mask)} if mask is not None else {}
     if node.params["logit_softcap"]:

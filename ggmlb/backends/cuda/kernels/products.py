@@ -239,7 +239,8 @@ def _by_blas(target: Target, node: Tensor, d: Mem, forms: dict[DType, Mem]) -> l
     """
     a, b = node.operand(0), node.operand(1)
     kind = a.dtype if a.dtype in FLOATS else DType.F16
-    if node.params.get("prec") == Prec.F32:
+    is_precise = node.params.get("prec") == Prec.F32
+    if is_precise:
         kind = DType.F32
     steps: list[Step | PreparedOperand] = []
     mem_a, mem_b = Mem.of(a), Mem.of(b)
@@ -252,7 +253,7 @@ def _by_blas(target: Target, node: Tensor, d: Mem, forms: dict[DType, Mem]) -> l
         made, mem_b = _converted(target, b, kind)
         forms[kind] = mem_b
         steps.append(PreparedOperand(b, kind.name, [made], (mem_b,)))
-    return [*steps, *gemms(mem_a, mem_b, d)]
+    return [*steps, *gemms(mem_a, mem_b, d, tf32=target.tf32 and kind is DType.F32 and not is_precise)]
 
 
 def _converted(target: Target, t: Tensor, kind: DType) -> tuple[Launch, Mem]:
