@@ -1,4 +1,4 @@
-"""The `ggmlb` command: devices, ops, test, bench, compare, diff, generate, chat, show, quantize, embed, demo.
+"""The `ggmlb` command line; `app.COMMANDS` lists the commands.
 
 Each command is a module with one function, listed in `app.py`. At module level it imports only `typer`,
 `ggmlb.core.errors`, `ggmlb.cli.frame` and `ggmlb.cli.plain`, and everything else in the function, so that

@@ -16,7 +16,7 @@ from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
 COMMANDS: Final = (
     "devices", "ops", "test", "bench", "compare", "diff", "generate", "fit", "chat", "perplexity", "show",
-    "quantize", "embed", "demo",
+    "quantize", "embed", "demo", "env",
 )  # fmt: skip
 """Each is a function in the module of its name."""
 

@@ -273,3 +273,32 @@ def test_colours_on_a_terminal() -> None:
     assert process.returncode == 0
     assert b"\x1b[" in shown
     assert b"CPU" in shown
+
+
+def test_env_tells_what_a_report_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("POCL_SOMETHING", "seven")
+    monkeypatch.setenv("CUPY_TOKEN", "hidden")
+    monkeypatch.setenv("AWS_REGION", "elsewhere")
+    assert main(["env", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [*told] == [
+        "ggmlb", "system", "python", "packages", "devices", "unavailable", "drivers", "caches", "environment",
+    ]  # fmt: skip
+    assert told["ggmlb"]["version"] == ggmlb.__version__
+    assert told["packages"]["numpy"] == np.__version__
+    assert set(told["devices"]) == {device.name for device in ggmlb.devices()}
+    assert "NUMPY" in told["devices"]["CPU"]["features"]
+    assert set(told["unavailable"]) == {m.name for m in ggmlb.unavailable()}
+    assert told["environment"]["POCL_SOMETHING"] == "seven"
+    assert told["environment"]["CUPY_TOKEN"] == "(not shown)"
+    assert "AWS_REGION" not in told["environment"]
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "devices:" in lines and "  CPU:" in lines and f"  numpy: {np.__version__}" in lines
+
+
+def test_the_forms_for_issues_ask_for_env() -> None:
+    for name in ("fault", "device"):
+        assert "`ggmlb env`" in (ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text()

@@ -328,7 +328,7 @@ def test_the_shell_completes(line: str, told: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["devices", "ops", "test", "bench", "compare", "embed", "generate", "chat", "perplexity", "demo"],
+    ["devices", "ops", "test", "bench", "compare", "embed", "generate", "chat", "perplexity", "demo", "env"],
 )
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
