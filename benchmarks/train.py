@@ -172,11 +172,13 @@ def torch_llama(threads: int, devices: str) -> Step:
     import torch.nn.functional as fn
 
     import ggmlb
-    from ggmlb.models.text.config import TextConfig
+    from ggmlb.models.text.architectures import read_config
 
     torch.set_num_threads(threads)
     file = ggmlb.open_gguf(default_text_model())
-    c = TextConfig.from_file(file)
+    c = read_config(file)
+    a = c.attentions[0]
+    assert a is not None and a.rope is not None
     w = {name: torch.from_numpy(np.array(file.array(name), np.float32)) for name in file}
     head = w.get("output.weight", w["token_embd.weight"])
     names = [n for n in w if re.search(r"attn_[qkv]\.weight|attn_output\.weight", n)]
@@ -184,8 +186,8 @@ def torch_llama(threads: int, devices: str) -> Step:
         name: tuple(torch.nn.Parameter(torch.from_numpy(array)) for array in pair)
         for name, pair in factors({n: tuple(w[n].shape) for n in names}).items()
     }
-    half = torch.arange(0, c.n_key, 2, dtype=torch.float32) / c.n_key
-    angles = torch.arange(N_CTX, dtype=torch.float32)[:, None] * c.rope.freq_base**-half
+    half = torch.arange(0, a.n_key, 2, dtype=torch.float32) / a.n_key
+    angles = torch.arange(N_CTX, dtype=torch.float32)[:, None] * a.rope.freq_base**-half
     cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
 
     def product(name: str, x: Any) -> Any:
@@ -207,11 +209,11 @@ def torch_llama(threads: int, devices: str) -> Step:
             q, k, v = (
                 product(f"{at}attn_{part}", h).view(*ids.shape, heads, size)
                 for part, heads, size in
-                (("q", c.n_head, c.n_key), ("k", c.n_head_kv, c.n_key), ("v", c.n_head_kv, c.n_value))
+                (("q", a.n_head, a.n_key), ("k", a.n_head_kv, a.n_key), ("v", a.n_head_kv, a.n_value))
             )  # fmt: skip
             seen = fn.scaled_dot_product_attention(
                 rotated(q).transpose(1, 2), rotated(k).transpose(1, 2), v.transpose(1, 2),
-                is_causal=True, scale=c.attn_scale, enable_gqa=True,
+                is_causal=True, scale=a.scale, enable_gqa=True,
             )  # fmt: skip
             x = x + product(at + "attn_output", seen.transpose(1, 2).flatten(2))
             h = fn.rms_norm(x, (c.n_embd,), w[at + "ffn_norm.weight"], c.eps)

@@ -144,10 +144,10 @@ def _advice(planner: Planner) -> Iterator[str]:
     most = planner.largest_context()
     if most:
         yield f"--ctx {most}"
-    if planner.config.state is None:
+    if not planner.config.is_recurrent:
         for name in OTHER_TYPES:
             dtype = DType.parse(name)
-            heads = (planner.config.n_key, planner.config.n_value)
+            heads = [n for a in planner.config.attentions if a for n in (a.n_key, a.n_value)]
             is_smaller = dtype.row_size(256) < planner.params.kv_type.row_size(256)
             suits = is_smaller and not any(n % dtype.block_size for n in heads)
             if suits and planner.with_params(kv_type=dtype).best_fits():
@@ -167,7 +167,7 @@ def _print(report: Report) -> None:
         _print_strategies(out, strategies, chosen, list(planner.free))
     params, config = planner.params, planner.config
     context = f"{params.n_ctx:,} tokens of context"
-    if config.state is None:
+    if not config.is_recurrent:
         context += f", {params.kv_type.name.lower()} KV cache"
     rows: list[Row] = []
     for device in planner.free:

@@ -115,7 +115,7 @@ def test_attention_weights_mix_the_values(models: Callable[..., Path], kind: str
         session.generate(PROMPT[3:9], max_tokens=3, temperature=0, ignore_eos=True)
         values = "attn_qkv" if kind == "phi3" else "attn_v"
         found = model.trace(PROMPT, ["blk.*.attn_weights", "blk.*.attn_heads", f"blk.*.{values}"])
-        windows = [model.config.window if model.config.sees_window(i) else 0 for i in range(3)]
+        windows = [a.window for a in model.config.attentions if a]
     for i, window in enumerate(windows):
         weights = found[f"blk.{i}.attn_weights"]
         n = len(PROMPT)

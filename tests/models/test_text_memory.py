@@ -11,8 +11,7 @@ import pytest
 import ggmlb
 from ggmlb.models import Placement, TextModel
 from ggmlb.models.text.decoder import N_OUT, SIZES, Decoder
-from ggmlb.models.text.graph import TextGraph
-from ggmlb.models.text.mamba import MambaGraph
+from ggmlb.models.text.graph import RecurrentGraph, TextGraph
 from tests.support.text_models import KINDS
 
 DEVICES = [d.name for d in ggmlb.devices()]
@@ -90,7 +89,7 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
             )
         else:
             graphs = (
-                MambaGraph(*parts, n, n_sequences, n_out, decoder.changes)
+                RecurrentGraph(*parts, n, n_sequences, n_out, decoder.changes)
                 for n_sequences in (1, 2, 4, 8, 16)
                 for n in (1, 16, 512 // n_sequences)
                 if n * n_sequences <= 512

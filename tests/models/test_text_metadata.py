@@ -9,7 +9,8 @@ import pytest
 
 from ggmlb import ModelError
 from ggmlb.models import TextModel
-from ggmlb.models.text.config import ARCHITECTURES, WITHOUT_EFFECT
+from ggmlb.models.text.architectures import architectures
+from ggmlb.models.text.keys import WITHOUT_EFFECT
 from tests.support.gguf_files import BOOL, UINT32, Typed, write_gguf
 from tests.support.text_metadata import KEYS, Reader
 from tests.support.text_models import KINDS, N_EMBD, N_VOCAB, sizes_of, vocabulary, write_text_model
@@ -22,7 +23,8 @@ REFUSED = {
 """Keys that llama.cpp follows and that are not supported here, with values that change its results."""
 
 MAY_BE_NONE = WITHOUT_EFFECT | {
-    "attention.sliding_window", "attn_logit_softcapping", "expert_count", "final_logit_softcapping",
+    "attention.sliding_window", "attn_logit_softcapping", "expert_count",
+    "expert_feed_forward_length", "final_logit_softcapping",
     "rope.scaling.factor", "ssm.dt_b_c_rms",
 }  # fmt: skip
 
@@ -32,7 +34,7 @@ def read(tmp_path: Path) -> Reader:
     return Reader(tmp_path)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", architectures())
 def test_each_key_that_llama_cpp_knows(read: Reader, arch: str) -> None:
     """None is left out silently but those of `WITHOUT_EFFECT`."""
     values, plain = (3, 0.375, True, "odd", Typed(UINT32, 6)), read(arch)
@@ -40,14 +42,14 @@ def test_each_key_that_llama_cpp_knows(read: Reader, arch: str) -> None:
     assert passed <= WITHOUT_EFFECT <= set(KEYS)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", architectures())
 def test_a_key_of_nobody_is_warned_of(read: Reader, arch: str) -> None:
     with pytest.warns(RuntimeWarning, match=rf"{arch}\.wings0, .*{arch}\.wings7 and 1 others"):
         read(arch, {f"wings{i}": 2 for i in range(9)})
 
 
 @pytest.mark.parametrize("key", REFUSED)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", architectures())
 def test_what_is_not_supported_is_refused(read: Reader, arch: str, key: str) -> None:
     assert read.outcome(arch, key, REFUSED[key]) == "refused"
 
@@ -61,7 +63,7 @@ def test_sizes_of_nothing_are_refused(read: Reader, kind: str) -> None:
         for key, value in sizes_of(kind, 7).items()
         if isinstance(value, (int, float)) and read.outcome(kind, key, type(value)(0), plain) != "refused"
     }
-    assert none <= MAY_BE_NONE | ({"feed_forward_length"} if plain.experts or plain.state else set())
+    assert none <= MAY_BE_NONE | ({"feed_forward_length"} if plain.experts or plain.is_recurrent else set())
 
 
 def test_a_vocabulary_of_nothing_is_refused(read: Reader) -> None:
@@ -86,13 +88,14 @@ PATTERNS = {
 def test_windows(read: Reader, arch: str, pattern: str) -> None:
     changes, expected = PATTERNS[pattern]
     found = read(arch, {**changes, "rope.freq_base_swa": 500.0})
-    assert "".join("L" if w else "f" for w in found.windowed) == expected
-    assert found.window == (8 if "L" in expected else 0)
-    assert found.rope_window.freq_base == (500 if "L" in expected else found.rope.freq_base)
+    layers = [a for a in found.attentions if a and a.rope]
+    assert "".join("L" if a.window else "f" for a in layers) == expected
+    assert found.windows == ((0, 8) if "L" in expected else (0,))
+    assert all((a.rope.freq_base == 500) == bool(a.window) for a in layers if a.rope)
 
 
 def test_gemma2_has_a_window_if_its_file_says_nothing(read: Reader) -> None:
-    assert read("gemma2", {"attention.sliding_window": None}).window == 4096
+    assert read("gemma2", {"attention.sliding_window": None}).windows == (0, 4096)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3"])

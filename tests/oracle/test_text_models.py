@@ -23,7 +23,7 @@ from ggmlb.models.folder import default_text_model
 from ggmlb.models.gguf import Vocabulary
 from ggmlb.models.gguf.mixtures import MIXTURES
 from ggmlb.models.gguf.quantizing import plan_types, quantize_gguf
-from ggmlb.models.text.config import ARCHITECTURES
+from ggmlb.models.text.architectures import architectures
 from tests.support.cuda_played import on_played_cards
 from tests.support.llama_cpp import (
     N_CTX,
@@ -246,7 +246,7 @@ VALUES: Mapping[str, Any] = {
 """Of keys that llama.cpp reads, and then changes nothing."""
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", architectures())
 def test_metadata_without_effect_has_none_in_llama_cpp(tmp_path: Path, arch: str) -> None:
     read = Reader(tmp_path)
     plain, known = read(arch), sizes_of(arch, 3)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ggmlb import ModelError
 from ggmlb.models.gguf import GgufFile
+from ggmlb.models.text.architectures import read_config
 from ggmlb.models.text.config import TextConfig
 from tests.support.gguf_files import write_gguf
 from tests.support.text_models import N_EMBD, N_VOCAB, sizes_of
@@ -38,7 +39,7 @@ class Reader:
         keys = {f"{arch}.{key}": v for key, v in {**sizes_of(kind, 7), **changes}.items() if v is not None}
         table = np.zeros((n_vocab, N_EMBD), np.float16)
         write_gguf(self._path, {"general.architecture": arch, **keys}, {"token_embd.weight": table})
-        return TextConfig.from_file(GgufFile(self._path))
+        return read_config(GgufFile(self._path))
 
     def outcome(self, kind: str, key: str, value: Any, plain: TextConfig | None = None) -> str:
         """Return what a value does: it is read, refused, warned of, or passed over."""

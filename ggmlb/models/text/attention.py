@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Context, DType, Graph, Tensor
+from ggmlb.models.text.blocks.attention import attention_weights
 from ggmlb.models.text.graph import heads_of
 
 if TYPE_CHECKING:
@@ -21,30 +22,36 @@ class AttentionGraph:
 
     Attributes:
         graph: The graph to compute.
-        weights: Output: for each layer f32 `[n_kv, n_tokens, n_head]`; they sum to 1 over `n_kv`.
+        weights: Output: for each layer f32 `[n_kv, n_tokens, n_head]`; over `n_kv` they sum
+            to 1, with a sink to less.
     """
 
     def __init__(
-        self, config: TextConfig, memory: KvCache, layers: Sequence[int], n_tokens: int, n_kv: int
+        self,
+        config: TextConfig,
+        weights: Mapping[str, Tensor],
+        memory: KvCache,
+        layers: Sequence[int],
+        n_tokens: int,
+        n_kv: int,
     ) -> None:
         self._ctx = ctx = Context()
         self.graph = Graph()
         self._queries: dict[int, Tensor] = {}
-        self._masks: dict[bool, Tensor] = {}
+        self._masks: dict[int, Tensor] = {}
         self.weights: dict[int, Tensor] = {}
         for layer in layers:
-            query = self._queries[layer] = self._input(DType.F32, config.n_key, config.n_head, n_tokens)
-            keys = heads_of(ctx, memory.keys[layer], config.n_key, n_kv, config.n_head_kv)
-            scores = ctx.mul_mat(keys, ctx.permute(query, 0, 2, 1, 3))
-            scale, cap = config.attn_scale, config.attn_softcap
-            if cap:
-                scores, scale = ctx.scale(ctx.tanh(ctx.scale(scores, scale / cap)), cap), 1.0
-            is_local = config.sees_window(layer)
-            if is_local not in self._masks:
-                self._masks[is_local] = self._input(DType.F16, n_kv, n_tokens)
-            mask = self._masks[is_local]
-            self.weights[layer] = ctx.set_output(ctx.soft_max_ext(scores, mask, scale, 0.0))
-            self.graph.build_forward_expand(self.weights[layer])
+            a = config.attentions[layer]
+            assert a is not None
+            query = self._queries[layer] = self._input(DType.F32, a.n_key, a.n_head, n_tokens)
+            keys = heads_of(ctx, memory.keys[layer], a.n_key, n_kv, a.n_head_kv)
+            window = config.windows.index(a.window)
+            if window not in self._masks:
+                self._masks[window] = self._input(DType.F16, n_kv, n_tokens)
+            query, sinks = ctx.permute(query, 0, 2, 1, 3), a.sinks(weights, layer)
+            found = attention_weights(ctx, a, query, keys, self._masks[window], sinks)
+            self.weights[layer] = ctx.set_output(found)
+            self.graph.build_forward_expand(found)
 
     def _input(self, dtype: DType, *ne: int) -> Tensor:
         return self._ctx.set_input(self._ctx.new_tensor(dtype, ne))
@@ -52,8 +59,8 @@ class AttentionGraph:
     def set_inputs(
         self, queries: Mapping[int, npt.NDArray[Any]], masks: Sequence[npt.NDArray[np.float16]]
     ) -> None:
-        """Write the rotated queries of each layer, and the attention masks (full, then sliding window)."""
+        """Write the rotated queries of each layer, and the attention masks (one for each window)."""
         for layer, query in self._queries.items():
             query.set(queries[layer])
-        for is_local, tensor in self._masks.items():
-            tensor.set(masks[is_local])
+        for window, tensor in self._masks.items():
+            tensor.set(masks[window])

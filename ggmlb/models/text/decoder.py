@@ -253,7 +253,7 @@ class Decoder(BaseDecoder[KvCache]):
         super().__init__(config, weights, memory, backends, changes, n_ubatch)
         self._experts = experts
         self._kv_moved = kv_moved or {}
-        self._windows = (0, config.window) if config.window else (0,)
+        self._windows = config.windows
 
     def _largest(self) -> Iterator[TextGraph]:
         for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH)):
@@ -394,13 +394,13 @@ class Decoder(BaseDecoder[KvCache]):
         cells = cells[np.argsort(memory.position[cells])]
         layers = tuple(queries)
         graph: AttentionGraph = self._runs.get(
-            (ATTENTION, layers, n, n_kv), lambda: AttentionGraph(self._config, memory, layers, n, n_kv)
+            (ATTENTION, layers, n, n_kv),
+            lambda: AttentionGraph(self._config, self._weights, memory, layers, n, n_kv),
         )
         graph.set_inputs(queries, masks)
         self._runs.start(graph)
         self._runs.wait()
-        shape = (self._config.n_head, n, n_kv)
-        return {layer: y.to_numpy().reshape(shape)[..., cells] for layer, y in graph.weights.items()}
+        return {layer: y.to_numpy().reshape(-1, n, n_kv)[..., cells] for layer, y in graph.weights.items()}
 
     def _n_kv(self) -> int:
         return min(_padded_cells(self._memory.n_used), self._memory.n_cells)

@@ -96,7 +96,11 @@ class ExpertCache:
         if config.experts is None:
             raise ArgumentError(f"expert_cache: {config.name} has no experts")
         self._experts = config.experts
-        apart = {i: home for i, home in enumerate(homes) if not home.default_buffer_type.is_host}
+        apart = {
+            i: home
+            for i, home in enumerate(homes)
+            if not home.default_buffer_type.is_host and f"blk.{i}.{KINDS[0]}" in weights
+        }
         if not apart:
             raise ArgumentError(
                 "expert_cache: no layer is on a GPU; choose a device with separate memory for layers"

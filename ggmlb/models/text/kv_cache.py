@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ggmlb import Backend, Context, DType, Tensor
 from ggmlb.core.errors import AllocationError, ArgumentError, ModelError
 from ggmlb.models.devices import alloc_zeros
-from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.blocks.attention import Attention, hidden_tokens
 
 FREE = -1
 """The sequence number of a free cell."""
@@ -32,10 +32,10 @@ class SequenceCache(ABC):
         homes: A stream for each layer, on the device whose memory holds the layer's part.
         n_cells: Context size [tokens].
         dtype: Type of the tensors.
-        kinds: Names of the tensors of a layer, with the shape of each.
+        kinds: For each layer, the names of its tensors, with the shape of each.
 
     Attributes:
-        tensors: For each name, the tensor of each layer.
+        tensors: For each name, the tensors by layer.
         n_cells: As given.
         buffers: The memory.
         nbytes: Size of all tensors [bytes].
@@ -49,19 +49,25 @@ class SequenceCache(ABC):
     """Name for messages."""
 
     def __init__(
-        self, homes: Sequence[Backend], n_cells: int, dtype: DType, kinds: Mapping[str, tuple[int, int]]
+        self,
+        homes: Sequence[Backend],
+        n_cells: int,
+        dtype: DType,
+        kinds: Sequence[Mapping[str, tuple[int, int]]],
     ) -> None:
         self.n_cells = n_cells
         self.dtype = dtype
         self.has_nan = False
-        self.tensors: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+        self.tensors: dict[str, dict[int, Tensor]] = {}
+        self._all: list[Tensor] = []
         contexts: dict[int, tuple[Context, Backend]] = {}
         for layer, home in enumerate(homes):
             ctx, _ = contexts.setdefault(id(home), (Context(), home))
-            for kind, ne in kinds.items():
-                self.tensors[kind].append(ctx.new_tensor(dtype, ne, f"{kind}.{layer}"))
+            for kind, ne in kinds[layer].items():
+                tensor = ctx.new_tensor(dtype, ne, f"{kind}.{layer}")
+                self.tensors.setdefault(kind, {})[layer] = tensor
+                self._all.append(tensor)
         self.buffers = alloc_zeros(contexts.values())  # kernels may multiply masked values: no NaN there
-        self._all = [tensor for layer in zip(*self.tensors.values(), strict=True) for tensor in layer]
         self.nbytes = sum(tensor.nbytes for tensor in self._all)
 
     @abstractmethod
@@ -116,14 +122,14 @@ class KvCache(SequenceCache):
     0 when they are freed if `has_nan`, since some kernels multiply masked values.
 
     Args:
-        config: The model's sizes.
+        attentions: The attention of each layer.
         homes: As for `SequenceCache`.
         n_cells: Tokens of all sequences together.
         dtype: f16, q8_0, q4_0 or f32.
 
     Attributes:
-        keys: For each layer, `[n_key * n_head_kv, n_cells + SPARE]`.
-        values: For each layer, `[n_value * n_head_kv, n_cells + SPARE]`.
+        keys: By layer, `[n_key * n_head_kv, n_cells + SPARE]`.
+        values: By layer, `[n_value * n_head_kv, n_cells + SPARE]`.
         n_used: Number of cells up to the last one in use.
 
     Raises:
@@ -133,17 +139,18 @@ class KvCache(SequenceCache):
 
     kind = "KV cache"
 
-    def __init__(self, config: TextConfig, homes: Sequence[Backend], n_cells: int, dtype: DType) -> None:
-        for n in (config.n_key, config.n_value):
+    def __init__(
+        self, attentions: Sequence[Attention | None], homes: Sequence[Backend], n_cells: int, dtype: DType
+    ) -> None:
+        for n in sorted({n for a in attentions if a for n in (a.n_key, a.n_value)}):
             if n % dtype.block_size:
                 raise ArgumentError(
                     f"kv_type {dtype.name.lower()} has blocks of {dtype.block_size} elements, which do not "
                     f"divide this model's heads of {n}; use f16"
                 )
-        sizes = {"cache_k": config.n_key, "cache_v": config.n_value}
-        kinds = {name: (n * config.n_head_kv, n_cells + SPARE) for name, n in sizes.items()}
+        kinds = [{k: (n, n_cells + SPARE) for k, n in a.memory.items()} if a else {} for a in attentions]
         super().__init__(homes, n_cells, dtype, kinds)
-        self.keys, self.values = self.tensors.values()
+        self.keys, self.values = self.tensors["cache_k"], self.tensors["cache_v"]
         self.n_used = 0
         self._first_free = 0  # no cell before it is free
         self._rows: dict[tuple[int, int], _MaskRow] = {}
@@ -259,10 +266,8 @@ class KvCache(SequenceCache):
         Returns:
             Shape `(n_tokens, n_kv)`.
         """
-        cells, at = self.sequence[:n_kv], self.position[:n_kv]
-        hidden = (cells != sequences[:, None]) | (at > positions[:, None])
-        if window:
-            hidden |= at <= positions[:, None] - window
+        cells = self.sequence[:n_kv], self.position[:n_kv]
+        hidden = hidden_tokens(sequences, positions, cells, window)
         hidden[sequences == FREE] = False
         return np.where(hidden, np.float16(-np.inf), np.float16(0))
 

@@ -87,13 +87,13 @@ class LoadedModel:
             if params.expert_cache is not None:
                 self.experts = ExpertCache(config, weights, homes, params.expert_cache)
                 resources.callback(self.experts.free)
-            if config.state is not None:
+            if config.is_recurrent:
                 with _no_room_for(params.n_ctx):
-                    self.memory = states = StateCache(config.state, kv_homes, params.n_ctx)
+                    self.memory = states = StateCache(config.recurrents, kv_homes, params.n_ctx)
                 self.decoder = RecurrentDecoder(config, weights, states, streams, changes, params.n_ubatch)
             else:
                 with _no_room_for(params.n_ctx):
-                    self.memory = cells = KvCache(config, kv_homes, params.n_ctx, params.kv_type)
+                    self.memory = cells = KvCache(config.attentions, kv_homes, params.n_ctx, params.kv_type)
                 self.decoder = Decoder(
                     config, weights, cells, streams, changes, params.n_ubatch, self.experts, kv_moved
                 )

@@ -185,7 +185,7 @@ class TextModel(ModelOnDevices):
         """
         memory, facts = self.memory, gguf_facts(self.file)
         context = f"{self.n_ctx:,} tokens" + (
-            "" if self.config.state else f", {self._planner.params.kv_type.name.lower()} KV cache"
+            "" if self.config.is_recurrent else f", {self._planner.params.kv_type.name.lower()} KV cache"
         )
         about = {
             "architecture": f"{self.config.name}, {self.config.n_layer} layers of {self.config.n_embd}",
@@ -440,7 +440,7 @@ class TextModel(ModelOnDevices):
             )
         if not adapter.source.trainable:
             raise ArgumentError(f"training: {adapter!r} is not trainable; load it with trainable=True")
-        if self.config.state is not None or self.config.experts is not None:
+        if self.config.is_recurrent or self.config.experts is not None:
             kind = "is recurrent" if self.config.experts is None else "has experts"
             raise ArgumentError(f"training: the model {kind}: its ops have no gradients; use another model")
         if n_ctx < 1 or not 1 <= n_batch <= MOST_TRAINED // n_ctx:
@@ -654,7 +654,7 @@ class TextModel(ModelOnDevices):
     def _fingerprint(self) -> str:
         """Return a hash that identifies the model of a saved session."""
         self._check("session")
-        is_long = "rope_factors_long.weight" in self.file and self.n_ctx > self.config.rope.n_ctx_orig
+        is_long = "rope_factors_long.weight" in self.file and self.n_ctx > self.config.n_ctx_orig
         return fingerprint(self.file) + "+long" * is_long
 
     def _request(self, prompt: Prompt, options: Options) -> Request:

@@ -377,7 +377,7 @@ class Planner:
         with planned_memory():
             for name, backend in self.backends.items():
                 known: dict[tuple[object, ...], int] = {}
-                kv = self._kv_size(backend)
+                of_memory: dict[object, int] = {}
                 for i, layer in enumerate(self.layout.layers):
                     for is_of_experts, sizes in ((False, found.base), (True, found.experts)):
                         sources = {
@@ -390,7 +390,11 @@ class Planner:
                         if key not in known:
                             known[key] = self._weight(sources, backend)
                         sizes[i, name] = known[key]
-                    found.base[i, name] += kv if self.asked.kv_override(i) is None else 0
+                    if self.asked.kv_override(i) is None:
+                        key = self.config.attentions[i], self.config.recurrents[i]
+                        if key not in of_memory:
+                            of_memory[key] = self._kv_size(i, backend)
+                        found.base[i, name] += of_memory[key]
         return found
 
     def _key(self, sources: Mapping[str, Source]) -> tuple[object, ...]:
@@ -408,15 +412,16 @@ class Planner:
         finally:
             weights.free()
 
-    def _kv_size(self, backend: Backend) -> int:
+    def _kv_size(self, layer: int, backend: Backend) -> int:
         """The size of a layer's KV cache, or recurrent states [bytes]."""
         config, params = self.config, self.params
         with ExitStack() as resources:
             memory: KvCache | StateCache
-            if config.state is not None:
-                memory = StateCache(config.state, [backend], params.n_ctx)
+            if config.is_recurrent:
+                memory = StateCache(config.recurrents[layer : layer + 1], [backend], params.n_ctx)
             else:
-                memory = KvCache(config, [backend], params.n_ctx, params.kv_type)
+                attention = config.attentions[layer : layer + 1]
+                memory = KvCache(attention, [backend], params.n_ctx, params.kv_type)
             resources.callback(memory.free)
             inner = [each for buffer in memory.buffers for each in buffer.allocations]
             return _most([(each.buft, each.size) for each in inner], backend)
@@ -490,7 +495,7 @@ def open_planner(
     if not 1 <= n <= MOST_CTX:
         raise ArgumentError(f"n_ctx is {n}; give 1 to {MOST_CTX:,}")
     kv = DType.parse(kv_type)
-    n_kv = 0 if config.state else config.n_layer * config.n_head_kv * (config.n_key + config.n_value) * n
+    n_kv = n * sum(sum(a.memory.values()) for a in config.attentions if a)
     kv_nbytes = n_kv * kv.type_size // kv.block_size
     if n_ctx is None and kv_nbytes > max(KV_NBYTES, KV_SHARE * file.nbytes):
         raise ModelError(

@@ -9,7 +9,7 @@ import numpy as np
 
 from ggmlb.core.errors import ArgumentError
 from ggmlb.models.text.decoder import N_BATCH, N_OUT, BaseDecoder, Floats, Token, Traced, largest_batches
-from ggmlb.models.text.mamba import MambaGraph
+from ggmlb.models.text.graph import RecurrentGraph
 from ggmlb.models.text.state_cache import StateCache
 
 
@@ -21,19 +21,19 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
     the batch are removed.
     """
 
-    def _largest(self) -> Iterator[MambaGraph]:
+    def _largest(self) -> Iterator[RecurrentGraph]:
         n_most = 1 << (self._memory.spare - 1).bit_length()
         for n in largest_batches(self._runs.scheduler.backends, N_BATCH):
             for n_sequences in (1, min(n, n_most)):
                 n_tokens = min(n // n_sequences, self._n_ubatch or n)
                 yield self._graph(n_tokens, n_sequences, min(n_tokens * n_sequences, N_OUT))
 
-    def _token_graph(self) -> MambaGraph:
+    def _token_graph(self) -> RecurrentGraph:
         return self._graph(1, 1, 1)
 
-    def _graph(self, n_tokens: int, n_sequences: int, n_out: int) -> MambaGraph:
+    def _graph(self, n_tokens: int, n_sequences: int, n_out: int) -> RecurrentGraph:
         sizes = n_tokens, n_sequences, n_out
-        return MambaGraph(self._config, self._weights, self._memory, *sizes, self.changes)
+        return RecurrentGraph(self._config, self._weights, self._memory, *sizes, self.changes)
 
     def _compute(self, batch: Sequence[Token], output: str, traced: Traced) -> Floats:
         left: dict[int, list[int]] = defaultdict(list)
@@ -89,7 +89,7 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
         chosen = np.zeros(n_out, np.int32)
         chosen[: len(wanted)] = wanted
         sizes = (n_tokens, n_sequences, n_out)
-        graph: MambaGraph = self._runs.get((*sizes, self.changes.key), lambda: self._graph(*sizes))
+        graph: RecurrentGraph = self._runs.get((*sizes, self.changes.key), lambda: self._graph(*sizes))
         graph.set_inputs(ids, slots, chosen)
         positions = np.zeros(n, np.int32)
         positions[: len(places)] = [batch[i].position for i in places]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ggmlb import Backend, DType, Tensor
 from ggmlb.core.errors import AllocationError
-from ggmlb.models.text.config import State
+from ggmlb.models.text.blocks import Recurrent
 from ggmlb.models.text.kv_cache import SequenceCache
 
 N_SLOTS = 16
@@ -24,14 +24,11 @@ class StateCache(SequenceCache):
     restored: a sequence's tokens are kept or removed as a whole.
 
     Args:
-        sizes: Sizes of a layer's states.
+        recurrents: The recurrent block of each layer.
         homes: As for `SequenceCache`.
         n_cells: Most tokens of a sequence.
 
     Attributes:
-        convolved: For each layer, the last inputs of the convolution,
-            f32 `[(n_conv - 1) * n_inner, N_SLOTS + 1]`.
-        scanned: For each layer, the states of the scan, f32 `[n_state * n_inner, N_SLOTS + 1]`.
         spare: The number of the last slot, for padding sequences of a batch.
 
     Raises:
@@ -40,13 +37,11 @@ class StateCache(SequenceCache):
 
     kind = "recurrent states"
 
-    def __init__(self, sizes: State, homes: Sequence[Backend], n_cells: int) -> None:
-        kinds = {
-            "state_conv": ((sizes.n_conv - 1) * sizes.n_inner, N_SLOTS + 1),
-            "state_scan": (sizes.n_state * sizes.n_inner, N_SLOTS + 1),
-        }
+    def __init__(
+        self, recurrents: Sequence[Recurrent | None], homes: Sequence[Backend], n_cells: int
+    ) -> None:
+        kinds = [{k: (n, N_SLOTS + 1) for k, n in r.states.items()} if r else {} for r in recurrents]
         super().__init__(homes, n_cells, DType.F32, kinds)
-        self.convolved, self.scanned = self.tensors.values()
         self.spare = N_SLOTS
         self._slots: dict[int, int] = {}
         self._lengths: dict[int, int] = {}

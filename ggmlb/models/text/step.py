@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,15 +40,17 @@ class StepGraph:
         changes: Steering vectors and adapters.
 
     Attributes:
+        config, weights: As given.
+        ctx: Where nodes are made.
         graph: The graph to compute.
         named: Nodes by name, in the order in which they are computed.
         layers: The layers that are computed.
     """
 
     def __init__(self, config: TextConfig, weights: Mapping[str, Tensor], changes: Changes) -> None:
-        self._config = config
-        self._weights = weights
-        self._ctx = Context()
+        self.config = config
+        self.weights = weights
+        self.ctx = Context()
         self.graph = Graph()
         self.named: dict[str, NamedNode] = {}
         self._steering = {
@@ -121,9 +122,9 @@ class StepGraph:
     # Hidden states are `[n_embd, n_tokens]` throughout.
 
     def _input(self, name: str, dtype: DType, *ne: int) -> Tensor:
-        return self._ctx.set_input(self._ctx.new_tensor(dtype, ne, name))
+        return self.ctx.set_input(self.ctx.new_tensor(dtype, ne, name))
 
-    def _name(self, name: str, x: Tensor, *row: int) -> Tensor:
+    def label(self, name: str, x: Tensor, *row: int) -> Tensor:
         """Give a node a name, and a shape to its values of one token other than `(ne[0],)`."""
         x.name = name
         self.named[name] = NamedNode(x, row or (x.ne[0],))
@@ -133,30 +134,31 @@ class StepGraph:
         """Return the hidden states before the first computed layer."""
         if not self.layers.start:
             return self._embed(ids)
-        self._states = self._input("states", DType.F32, self._config.n_embd, ids.ne[0])
+        self._states = self._input("states", DType.F32, self.config.n_embd, ids.ne[0])
         return self._states
 
     def _embed(self, ids: Tensor) -> Tensor:
-        ctx, weight = self._ctx, "token_embd.weight"
-        x = ctx.get_rows(self._weights[weight], ids)
+        ctx, weight = self.ctx, "token_embd.weight"
+        x = ctx.get_rows(self.weights[weight], ids)
         for adapter in self._adapters:
             if weight in adapter.factors:
                 a, b = adapter.factors[weight]
                 x = ctx.add(x, self._scaled(adapter, ctx.mul_mat(b, ctx.get_rows(a, ids)), a.ne[0]))
-        if self._config.arch.scales_embeddings:
-            x = ctx.scale(x, math.sqrt(self._config.n_embd))
-        return self._name("token_embd", x)
+        if self.config.embedding_scale != 1:
+            x = ctx.scale(x, self.config.embedding_scale)
+        return self.label("token_embd", x)
 
-    def _norm(self, name: str, x: Tensor, *row: int) -> Tensor:
-        y = self._ctx.mul(self._ctx.rms_norm(x, self._config.eps), self._weights[name + ".weight"])
-        return self._name(name, y, *row)
+    def norm(self, name: str, x: Tensor, *row: int) -> Tensor:
+        """Return a norm of the model's kind, times its weight."""
+        normed = (self.ctx.rms_norm if self.config.norm == "rms" else self.ctx.norm)(x, self.config.eps)
+        return self.label(name, self.ctx.mul(normed, self.weights[name + ".weight"]), *row)
 
-    def _product(self, name: str, x: Tensor) -> Tensor:
+    def product(self, name: str, x: Tensor) -> Tensor:
         """Return the product with a weight, with adapters and the bias, if there is one."""
-        y = self._ctx.mul_mat(self._weights[name + ".weight"], x)
-        y = self._adapted(name + ".weight", y, self._ctx.mul_mat, x)
-        bias = self._weights.get(name + ".bias")
-        return self._name(name, y if bias is None else self._ctx.add(y, bias))
+        y = self.ctx.mul_mat(self.weights[name + ".weight"], x)
+        y = self._adapted(name + ".weight", y, self.ctx.mul_mat, x)
+        bias = self.weights.get(name + ".bias")
+        return self.label(name, y if bias is None else self.ctx.add(y, bias))
 
     def _adapted(
         self, weight: str, y: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor
@@ -165,29 +167,31 @@ class StepGraph:
         for adapter in self._adapters:
             if weight in adapter.factors:
                 a, b = adapter.factors[weight]
-                y = self._ctx.add(y, self._scaled(adapter, multiply(b, multiply(a, x)), a.ne[1]))
+                y = self.ctx.add(y, self._scaled(adapter, multiply(b, multiply(a, x)), a.ne[1]))
         return y
 
     def _scaled(self, adapter: Adapter, y: Tensor, rank: int) -> Tensor:
         key = adapter, rank
         if key not in self._multipliers:
             self._multipliers[key] = self._input(f"scale of rank {rank}", DType.F32, 1)
-        return self._ctx.mul(y, self._multipliers[key])
+        return self.ctx.mul(y, self._multipliers[key])
 
     def _end(self, layer: int, x: Tensor) -> Tensor:
         """Return the hidden states after a layer, with its steering vector."""
         if layer in self._steering:
-            x = self._ctx.add(x, self._steering[layer])
-        return self._name(f"blk.{layer}.out", x)
+            x = self.ctx.add(x, self._steering[layer])
+        return self.label(f"blk.{layer}.out", x)
 
     def _head(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of the graph: normalised hidden states, and logits."""
-        ctx, cap = self._ctx, self._config.final_softcap
-        hidden = ctx.set_output(self._norm("output_norm", x))
-        logits = self._product("output", hidden)
+        ctx, cap = self.ctx, self.config.final_softcap
+        hidden = ctx.set_output(self.norm("output_norm", x))
+        logits = self.product("output", hidden)
+        if self.config.logit_scale != 1:
+            logits = ctx.scale(logits, self.config.logit_scale)
         if cap:
             logits = ctx.scale(ctx.tanh(ctx.scale(logits, 1 / cap)), cap)
-        self._name("logits", ctx.set_output(logits))
+        self.label("logits", ctx.set_output(logits))
         self.graph.build_forward_expand(logits)
         return hidden, logits
 

@@ -7,16 +7,17 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ggmlb import Backend, Scheduler, Tensor, TensorFlag
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.lifetime import Closeable
+from ggmlb.models.text.blocks.attention import attend, hidden_tokens
 from ggmlb.models.text.graph import LayersGraph
 from ggmlb.optimize import Dataset, OptContext
 
 if TYPE_CHECKING:
     from ggmlb.models.text.adapter import Adapter
+    from ggmlb.models.text.blocks import Attention
     from ggmlb.models.text.changes import Changes
     from ggmlb.models.text.config import TextConfig
     from ggmlb.optimize import Optimizer, Schedule
@@ -41,42 +42,28 @@ class TrainingGraph(LayersGraph):
         changes: Changes,
     ) -> None:
         n_tokens = n_ctx * n_sequences
-        super().__init__(config, weights, n_tokens, n_ctx > config.rope.n_ctx_orig, changes)
+        super().__init__(config, weights, n_ctx > config.n_ctx_orig, changes)
         self._n_ctx, self._n_sequences = n_ctx, n_sequences
-        self.ids = self._ctx.set_input(self._ctx.new_tensor("i32", (n_ctx, n_sequences), "ids"))
-        place = np.arange(n_ctx, dtype=np.int32)
-        self.positions = self._ctx.from_array(np.tile(place, n_sequences), name="positions")
-        distance = place[:, None] - place
-        self._mask = self._masked(distance < 0, "mask")
-        self._window_mask = self._mask
-        if config.window:
-            self._window_mask = self._masked((distance < 0) | (distance >= config.window), "window_mask")
-        x = self._begin(self._ctx.reshape_1d(self.ids, n_tokens))
-        for layer in self.layers:
-            x = self._layer(layer, x)
-        self.logits = self._head(x)[1]
-
-    def _masked(self, is_hidden: npt.NDArray[np.bool_], name: str) -> Tensor:
-        return self._ctx.from_array(np.where(is_hidden, -np.inf, 0).astype(np.float16), name=name)
+        self.ids = self.ctx.set_input(self.ctx.new_tensor("i32", (n_ctx, n_sequences), "ids"))
+        sequences, place = np.zeros(n_ctx, np.int32), np.arange(n_ctx, dtype=np.int32)
+        self.positions = self.ctx.from_array(np.tile(place, n_sequences), name="positions")
+        self._masks = {}
+        for window in config.windows:
+            hidden = hidden_tokens(sequences, place, (sequences, place), window)
+            mask = np.where(hidden, -np.inf, 0).astype(np.float16)
+            self._masks[window] = self.ctx.from_array(mask, name=f"mask_{window}")
+        self.logits = self._head(self._hidden(self.ctx.reshape_1d(self.ids, n_tokens)))[1]
 
     def _scaled(self, adapter: Adapter, y: Tensor, rank: int) -> Tensor:
-        return self._ctx.scale(y, adapter.multiplier(rank))
+        return self.ctx.scale(y, adapter.multiplier(rank))
 
-    def _mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ctx, c = self._ctx, self._config
-
-        def by_sequence(x: Tensor) -> Tensor:
-            return ctx.reshape_4d(x, *x.ne[:2], self._n_ctx, self._n_sequences)
-
-        query, key = (ctx.permute(by_sequence(x), 0, 2, 1, 3) for x in (query, key))
-        value = ctx.cont(ctx.permute(by_sequence(value), 1, 2, 0, 3))
-        scores, scale = ctx.mul_mat(key, query), c.attn_scale
-        if c.attn_softcap:
-            scores = ctx.scale(ctx.tanh(ctx.scale(scores, scale / c.attn_softcap)), c.attn_softcap)
-            scale = 1.0
-        mask = self._window_mask if c.sees_window(layer) else self._mask
-        mixed = ctx.mul_mat(value, ctx.soft_max_ext(scores, mask, scale))
-        return ctx.reshape_3d(ctx.cont(ctx.permute(mixed, 0, 2, 1, 3)), c.n_value, c.n_head, self._n_tokens)
+    def attend(self, attention: Attention, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return attention over the tokens of each sequence, by ops with gradients."""
+        ctx, sizes = self.ctx, (self._n_ctx, self._n_sequences)
+        q, k, v = (ctx.permute(ctx.reshape_4d(x, *x.ne[:2], *sizes), 0, 2, 1, 3) for x in (query, key, value))
+        sinks = attention.sinks(self.weights, layer)
+        mixed = attend(ctx, attention, q, k, v, self._masks[attention.window], sinks, has_gradient=True)
+        return ctx.reshape_3d(mixed, *mixed.ne[:2], query.ne[2])
 
 
 class Training(Closeable):

@@ -1,0 +1,28 @@
+"""Blocks: the parts of which the layers of language models consist; each has its weights and its nodes."""
+
+from ggmlb.models.text.blocks.attention import Attention, Rope, attentions, sliding_windows
+from ggmlb.models.text.blocks.block import Block, Parallel, Recurrent, Slices, Weight
+from ggmlb.models.text.blocks.feed_forward import Experts, FeedForward, experts, feed_forwards
+from ggmlb.models.text.blocks.layer import Layer, Residual, pre_norm, pre_post_norm
+from ggmlb.models.text.blocks.mamba import Mamba
+
+__all__ = [
+    "Attention",
+    "Block",
+    "Experts",
+    "FeedForward",
+    "Layer",
+    "Mamba",
+    "Parallel",
+    "Recurrent",
+    "Residual",
+    "Rope",
+    "Slices",
+    "Weight",
+    "attentions",
+    "experts",
+    "feed_forwards",
+    "pre_norm",
+    "pre_post_norm",
+    "sliding_windows",
+]

@@ -1,0 +1,97 @@
+"""Layer: residual steps of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from ggmlb.models.text.blocks.block import Block, Weight
+
+if TYPE_CHECKING:
+    from ggmlb import Tensor
+    from ggmlb.models.text.graph import LayersGraph
+
+B = TypeVar("B", bound=Block)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """`x + scale * after(block(before(x)))`.
+
+    Attributes:
+        before: Name of the norm of the block's input; "": it has none.
+        block: The block.
+        after: Name of the norm of the block's output; "": it has none.
+        scale: Factor of the block's output.
+    """
+
+    before: str
+    block: Block
+    after: str = ""
+    scale: float = 1.0
+
+    def weights(self, n_embd: int) -> Sequence[Weight]:
+        """Return the weights of the norms and of the block."""
+        norms = [Weight(f"{name}.weight", (n_embd,)) for name in (self.before, self.after) if name]
+        return [*norms, *self.block.weights(n_embd)]
+
+    def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
+        """Add the nodes to a graph; return the sum: in the last layer that of the tokens with outputs."""
+        at = f"blk.{layer}."
+        y = self.block.apply(graph, layer, graph.norm(at + self.before, x) if self.before else x)
+        if self.after:
+            y = graph.norm(at + self.after, y)
+        if self.scale != 1:
+            y = graph.ctx.scale(y, self.scale)
+        if self.block.output:
+            graph.label(at + self.block.output, y)
+        return graph.ctx.add(y, graph.rows_like(y, x))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer: residual steps, one after the other."""
+
+    steps: tuple[Residual, ...]
+
+    def weights(self, n_embd: int) -> Sequence[Weight]:
+        """Return the weights of all steps."""
+        return [weight for step in self.steps for weight in step.weights(n_embd)]
+
+    def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
+        """Add the nodes of the layer to a graph; return the hidden states after it."""
+        for i, step in enumerate(self.steps):
+            x = step.apply(graph, layer, x)
+            if i < len(self.steps) - 1:
+                graph.label(f"blk.{layer}.ffn_inp", x)
+        return x
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield all blocks."""
+        for step in self.steps:
+            yield from step.block.leaves()
+
+    def find(self, kind: type[B]) -> B | None:
+        """Return the first block of a class; `None` if there is none."""
+        return next((block for block in self.blocks() if isinstance(block, kind)), None)
+
+
+def pre_norm(attention: Block, feed_forward: Block, scale: float = 1.0) -> Layer:
+    """Return a layer with norms of both blocks' inputs; `scale`: of the blocks' outputs."""
+    return Layer(
+        (
+            Residual("attn_norm", attention, scale=scale),
+            Residual("ffn_norm", feed_forward, scale=scale),
+        )
+    )
+
+
+def pre_post_norm(attention: Block, feed_forward: Block) -> Layer:
+    """Return a layer with norms of both blocks' inputs and outputs."""
+    return Layer(
+        (
+            Residual("attn_norm", attention, "post_attention_norm"),
+            Residual("ffn_norm", feed_forward, "post_ffw_norm"),
+        )
+    )

@@ -1,0 +1,130 @@
+"""Mamba: the selective scan over the tokens of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ggmlb import Tensor
+from ggmlb.models.text.blocks.block import Recurrent, Weight
+
+if TYPE_CHECKING:
+    from ggmlb.models.text.graph import LayersGraph
+    from ggmlb.models.text.keys import Keys
+
+
+@dataclass(frozen=True)
+class Mamba(Recurrent):
+    """A recurrent block: a convolution, and the selective scan.
+
+    Attributes:
+        n_conv: Width of the convolution [tokens].
+        n_inner: Channels.
+        n_state: Elements of a channel's state.
+        n_dt: Rank of the time steps.
+        normalizes: Time step, B and C are normalised (FalconMamba).
+    """
+
+    n_conv: int
+    n_inner: int
+    n_state: int
+    n_dt: int
+    normalizes: bool
+
+    @classmethod
+    def read(cls, keys: Keys) -> Mamba:
+        """Read the sizes of all layers; raise a ModelError if metadata is missing or wrong."""
+        return cls(
+            n_conv=keys.count("ssm.conv_kernel", least=2),
+            n_inner=keys.count("ssm.inner_size"),
+            n_state=keys.count("ssm.state_size"),
+            n_dt=keys.count("ssm.time_step_rank"),
+            normalizes=keys.flag("ssm.dt_b_c_rms", False),
+        )
+
+    @property
+    def states(self) -> Mapping[str, int]:
+        """Elements of the convolution's last inputs, and of the scan's states."""
+        return {
+            "state_conv": (self.n_conv - 1) * self.n_inner,
+            "state_scan": self.n_state * self.n_inner,
+        }
+
+    def weights(self, n_embd: int) -> Sequence[Weight]:
+        """Return the weights of the products, the convolution and the scan."""
+        return [
+            Weight("ssm_in.weight", (2 * self.n_inner, n_embd), "product"),
+            Weight("ssm_conv1d.weight", (self.n_inner, self.n_conv)),
+            Weight("ssm_conv1d.bias", (self.n_inner,)),
+            Weight("ssm_x.weight", (self.n_dt + 2 * self.n_state, self.n_inner), "product"),
+            Weight("ssm_dt.weight", (self.n_inner, self.n_dt), "product"),
+            Weight("ssm_dt.bias", (self.n_inner,)),
+            Weight("ssm_a", (self.n_inner, self.n_state)),
+            Weight("ssm_d", (self.n_inner,)),
+            Weight("ssm_out.weight", (n_embd, self.n_inner), "product"),
+        ]
+
+    def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
+        """Add the nodes of a layer to a graph: each token is mixed with the earlier ones of its sequence."""
+        ctx, w, at = graph.ctx, graph.weights, f"blk.{layer}."
+        n_tokens, n_sequences = graph.sizes
+        both = ctx.reshape_3d(graph.product(at + "ssm_in", x), 2 * self.n_inner, n_tokens, n_sequences)
+        x, gate = (
+            ctx.view_3d(
+                both, self.n_inner, n_tokens, n_sequences,
+                both.nb[1], both.nb[2], i * self.n_inner * both.nb[0],
+            )
+            for i in range(2)
+        )  # fmt: skip
+        x = graph.label(at + "ssm_conv", self._convolve(graph, layer, x))
+        y = ctx.add(self._scan(graph, layer, x), ctx.mul(x, w[at + "ssm_d"]))
+        y = ctx.swiglu_split(ctx.cont(gate), graph.label(at + "ssm_scan", y))
+        y = graph.label(at + "ssm_act", y)
+        y = graph.product(at + "ssm_out", ctx.reshape_2d(y, self.n_inner, n_tokens * n_sequences))
+        return graph.outputs_of(layer, y)
+
+    def _convolve(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
+        """The convolution over each channel's last inputs, then silu: `[n_inner, n_tokens, n_sequences]`."""
+        ctx, w, at = graph.ctx, graph.weights, f"blk.{layer}."
+        n_tokens, n_sequences = graph.sizes
+        n_kept = self.n_conv - 1
+        table = graph.states(layer, "state_conv")
+        kept = ctx.reshape_3d(ctx.get_rows(table, graph.slots), n_kept, self.n_inner, n_sequences)
+        seen = ctx.concat(kept, ctx.cont(ctx.transpose(x)), 0)
+        last = ctx.view_3d(
+            seen, n_kept, self.n_inner, n_sequences, seen.nb[1], seen.nb[2], n_tokens * seen.nb[0]
+        )
+        graph.keep(table, ctx.cont(last))
+        y = ctx.ssm_conv(seen, w[at + "ssm_conv1d.weight"])
+        return ctx.silu(ctx.add(y, w[at + "ssm_conv1d.bias"]))
+
+    def _scan(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
+        """The selective scan: `[n_inner, n_tokens, n_sequences]`."""
+        ctx, w, at = graph.ctx, graph.weights, f"blk.{layer}."
+        n_tokens, n_sequences = graph.sizes
+        flat = ctx.reshape_2d(x, self.n_inner, n_tokens * n_sequences)
+        found = graph.product(at + "ssm_x", flat)
+        start = 0
+        parts = []
+        for n in (self.n_dt, self.n_state, self.n_state):
+            part = ctx.view_2d(found, n, found.ne[1], found.nb[1], start * found.nb[0])
+            parts.append(ctx.rms_norm(part, graph.config.eps) if self.normalizes else part)
+            start += n
+        dt = graph.product(at + "ssm_dt", ctx.cont(parts[0]))
+        dt = ctx.reshape_3d(dt, self.n_inner, n_tokens, n_sequences)
+        b, c = (
+            ctx.view_4d(
+                part, self.n_state, 1, n_tokens, n_sequences,
+                part.ne[0] * part.nb[0], part.nb[1], n_tokens * part.nb[1],
+            )
+            for part in parts[1:]
+        )  # fmt: skip
+        table = graph.states(layer, "state_scan")
+        states = ctx.reshape_4d(table, self.n_state, 1, self.n_inner, table.ne[1])
+        inputs = ctx.reshape_4d(x, 1, self.n_inner, n_tokens, n_sequences)
+        packed = ctx.ssm_scan(states, inputs, dt, w[at + "ssm_a"], b, c, graph.slots)
+        n, element = self.n_inner * n_tokens * n_sequences, packed.nb[0]
+        row = table.ne[0]
+        graph.keep(table, ctx.view_2d(packed, row, n_sequences, row * element, n * element))
+        return ctx.reshape_3d(ctx.view_1d(packed, n), self.n_inner, n_tokens, n_sequences)
