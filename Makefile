@@ -11,7 +11,8 @@
 #   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
 #   make test-vulkan ggml's Vulkan as a device, on Mesa's driver for the CPU where there is no card (installs both)
 #   make test-opencl RUNTIME=pocl|pocl6|intel|rusticl|rusticl25|oclgrind: one OpenCL runtime, installed in build/opencl
-#   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
+#   make test-gpu    what a CUDA card must answer first, then all tests that need one
+#   make bench-gpu   the host's time per token, decoding and prompts, then all kernels, beside the card's limits, ggml and PyTorch
 #   make sanitize-gpu  compute-sanitizer's memcheck and racecheck over the tests of test-gpu
 #   make notebooks   run every notebook from top to bottom
 #   make newcomer    a newcomer's hour: an empty environment, the README typed in, all programs, bad input (some 30 minutes)

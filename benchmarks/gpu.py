@@ -1,7 +1,9 @@
 """The GPU backend at the card's limit: each figure beside what the card or PyTorch reaches in the same run.
 
-    python benchmarks/gpu.py [--device CUDA0] [--only ops,attention] [--ops mul_mat] [--smoke] [--folder DIR]
+    python benchmarks/gpu.py [--device CUDA0] [--beside ggml:CUDA0] [--only ops,attention] [--ops mul_mat]
+        [--smoke] [--folder DIR]
 
+What is in doubt comes first (`gpu_text`): the host's time per token, decoding and prompts, with a verdict.
 Kernels are timed in graphs of many nodes of one kind, each with memory of its own, so that no cache has what
 they read; the time of a node is the median over rounds of the graph's time divided by its nodes, launches
 included. Bandwidth counts each byte that must be read or written once. `--smoke` tries everything with tiny
@@ -24,6 +26,7 @@ import numpy as np
 from decode import Decoder, Sizes
 from embed import english_sentences
 from gpu_measure import FILLING, Bench, RawCopies, Torch, machine
+from gpu_text import GOOD, HOST_GOAL_S, host_time, speeds, verdict_on_host, verdicts_on
 from libraries import recorded
 from report import RESULTS, Table, save
 
@@ -48,9 +51,10 @@ F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I6
 
 @dataclass
 class Report:
-    """Figures as they come, and what of them misses its goal."""
+    """Figures as they come, what they mean, and what of them misses its goal."""
 
     table: Table = field(default_factory=lambda: Table("what", "ggmlb", "limit", "of the limit", "goal"))
+    verdicts: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     n_met: int = 0
     has_goals: bool = True
@@ -75,13 +79,18 @@ class Report:
 
 @dataclass
 class Run:
-    """What all sections share; `ops` are the functions that section `ops` measures, all by default."""
+    """What all sections share; `ops` are the functions that section `ops` measures, all by default.
+
+    `beside` is the peer's device, `host_s` the host's time per token, if it was measured.
+    """
 
     bench: Bench
     raw: RawCopies
     torch: Torch
     report: Report
     ops: tuple[str, ...] = ()
+    beside: str = ""
+    host_s: float = 0.0
     _copy: float = 0.0
 
     @property
@@ -108,6 +117,24 @@ def fill_indices(ctx: Context) -> None:
     for t in ctx.tensors:
         if t.op is Op.NONE and t.dtype in (I32, I64):
             t.set(leaf_data(t.dtype, t.ne))
+
+
+def host(run: Run) -> None:
+    if not run.bench.is_cuda:
+        return  # it counts CUDA's calls
+    found = host_time(run.bench)
+    run.host_s = found.seconds
+    run.report.add("host alone, tokens", 1 / found.seconds, 1 / HOST_GOAL_S, "per s", 1.0)
+    run.report.verdicts.append(verdict_on_host(found))
+
+
+def text(run: Run) -> None:
+    found = speeds(run.bench, run.beside, run.device_copy, square_rate(run, F16, run.bench.size(8192, 64)))
+    for i, what in enumerate(("prompt", "decoding")):
+        run.report.add(f"{what}, tokens", found.ours[i], found.limits[i], "per s", GOOD)
+        peer = found.peer if isinstance(found.peer, str) else found.peer[i]
+        run.report.add(f"{what}, tokens, beside {run.beside}", found.ours[i], peer, "per s", 1.0)
+    run.report.verdicts += verdicts_on(found, run.beside, run.host_s)
 
 
 def copies(run: Run) -> None:
@@ -153,32 +180,36 @@ def ops(run: Run) -> None:
         run.bandwidth(perf.id, lambda c, p=perf: p.build(c, scale), moved_nbytes(node), fill_indices, goal)
 
 
+def square_rate(run: Run, dtype: DType, n: int) -> float:
+    """Operations per second of a large product of random numbers; equal numbers would take less power."""
+    data = np.random.default_rng(0).standard_normal((n, n), np.float32).astype(dtype.numpy)
+
+    def fill(ctx: Context) -> None:
+        for t in ctx.tensors:
+            if t.op is Op.NONE:
+                t.set(data)
+
+    seconds = run.bench.node_seconds(
+        lambda c: c.mul_mat(c.new_tensor(dtype, (n, n)), c.new_tensor(dtype, (n, n))),
+        max(2 * n * n * dtype.type_size, 1 << 28),
+        fill,
+    )
+    return 2.0 * n**3 / seconds
+
+
 def matmul(run: Run) -> None:
     n = run.bench.size(8192, 64)
     flops = 2.0 * n**3
     torch = run.torch.torch
-    # Multiplying the same number everywhere takes less power, and so runs faster than on real data.
-    some = np.random.default_rng(0).standard_normal((n, n), np.float32)
     for dtype, name in ((F16, "float16"), (BF16, "bfloat16"), (F32, "float32")):
-        data = some.astype(dtype.numpy)
-
-        def fill(ctx: Context, data: Any = data) -> None:
-            for t in ctx.tensors:
-                if t.op is Op.NONE:
-                    t.set(data)
-
-        seconds = run.bench.node_seconds(
-            lambda c, t=dtype: c.mul_mat(c.new_tensor(t, (n, n)), c.new_tensor(t, (n, n))),
-            max(2 * n * n * dtype.type_size, 1 << 28),
-            fill,
-        )
+        rate = square_rate(run, dtype, n) / 1e12
         limit: float | str = run.torch.why
         if torch is not None:
             kind, where = getattr(torch, name), run.torch.device
             a, b = (torch.randn((n, n), dtype=kind, device=where) for _ in "ab")
             limit = flops / run.torch.seconds(lambda a=a, b=b: b @ a.T) / 1e12
         goal = 0.95 if dtype is not F32 else None
-        run.report.add(f"mul_mat {dtype.name.lower()} {n}^3", flops / seconds / 1e12, limit, "TFLOP/s", goal)
+        run.report.add(f"mul_mat {dtype.name.lower()} {n}^3", rate, limit, "TFLOP/s", goal)
     k, m, columns = run.bench.size(4096, 256), run.bench.size(14336, 64), run.bench.size(512, 40)
     for dtype in (DType.Q8_0, DType.Q4_K):
         seconds = run.bench.node_seconds(
@@ -290,13 +321,14 @@ def decode(run: Run) -> None:
 
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
-    f.__name__: f for f in (copies, ops, matmul, attention, sentences, decode)
+    f.__name__: f for f in (host, text, copies, ops, matmul, attention, sentences, decode)
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("--beside", default="ggml:CUDA0", help="a device to compare text models with")
     parser.add_argument("--only", default="", help="names of sections: " + ", ".join(SECTIONS))
     parser.add_argument("--ops", default="", help="functions of section `ops`; all by default")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: try the script on any device")
@@ -309,7 +341,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nothing was measured: {error}")
         return 2
     report = Report(has_goals=not args.smoke)
-    run = Run(bench, RawCopies(bench), Torch(bench), report, tuple(filter(None, args.ops.split(","))))
+    ops = tuple(filter(None, args.ops.split(",")))
+    run = Run(bench, RawCopies(bench), Torch(bench), report, ops, args.beside)
     chosen = args.only.split(",") if args.only else list(SECTIONS)
     for name in chosen:
         if perf_counter() - begin > BUDGET_S:
@@ -327,6 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     where = machine(bench)
     bench.close()
     lines = [
+        *report.verdicts,
         f"{report.n_met} goals met, {len(report.missed)} missed, {len(report.failed)} sections failed, "
         f"{len(report.left_out)} left out; {total:.0f} s.",
         *(f"missed: {text}" for text in report.missed),

@@ -1,4 +1,4 @@
-"""Language models of random weights, in any type: one of 1.1 billion parameters, one with experts.
+"""Language models of random weights, in any type: of 1.1 and 8 billion parameters, with experts, and small.
 
 Speed depends on sizes and types alone. The blocks of some rows are quantised, and all rows drawn from them,
 so that the GGUF file is written in seconds. It is kept in the cache folder.
@@ -65,6 +65,9 @@ class Shape(NamedTuple):
 N_VOCAB = 32000
 SHAPES = {
     "1.1B": Shape(22, 2048, 5632, 32, 4),  # TinyLlama's
+    "8B": Shape(32, 4096, 14336, 32, 8),  # Llama 3's
+    "32 layers": Shape(32, 1024, 2048, 16, 4),
+    "2 layers": Shape(2, 256, 512, 4, 2),
     "8 experts": Shape(8, 1024, 2048, 16, 4, n_expert=8, n_used=2),
 }
 

@@ -1,4 +1,4 @@
-"""Run the tests that need a CUDA card, and say at the end what ran, and on what.
+"""Run the tests that need a CUDA card, and say at the end what the card answered, what ran, and on what.
 
     PYTHONPATH=. python scripts/test_gpu.py [pytest's options]
 
@@ -26,7 +26,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/gpu", "tests/conformance")
+TESTS = ("tests/gpu/test_card_answers.py", "tests/gpu", "tests/conformance")
+"""In this order: what is in doubt comes first, and is answered even if time runs out."""
 BUDGET_S = 400
 """Tests that have not begun by then are left out, and counted."""
 LIMIT_S = 460
@@ -95,7 +96,8 @@ class Recorder:
         if report.outcome == "failed":
             self._failed = True
             print(f"\n-- FAILED {report.nodeid}\n{shortened(report.longreprtext)}", flush=True)
-        self._journal.add(test=report.nodeid, outcome=report.outcome, why=why)
+        answers = [str(text) for name, text in report.user_properties if name == "answer"]
+        self._journal.add(test=report.nodeid, outcome=report.outcome, why=why, answers=answers)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
@@ -161,7 +163,9 @@ def summary(found: dict[str, dict[str, Any]], about: list[str], seconds: float) 
     left = sum(not facts.get("began") for facts in found.values())
     outcomes = Counter(facts.get("outcome") for facts in found.values())
     skipped = Counter(facts["why"] for facts in found.values() if facts.get("outcome") == "skipped")
-    lines = ["", "== CUDA tests ".ljust(80, "="), *about]
+    answers = [text for facts in found.values() for text in facts.get("answers", ())]
+    lines = ["", "== The card's answers ".ljust(80, "="), *answers] if answers else []
+    lines += ["", "== CUDA tests ".ljust(80, "="), *about]
     lines += [f"skipped {n}: {why}" for why, n in skipped.most_common()]
     lines += [f"FAILED {name}" for name in failed]
     lines += [f"FAILED {name} (its process ended: it hung, or crashed)" for name in ended]

@@ -54,29 +54,6 @@ def test_an_array_over_a_buffer_is_its_memory(card: CudaDevice, stream: CudaBack
     assert a.buffer.base.data.ptr == a.buffer.address
 
 
-def test_an_executable_graph_is_updated_by_the_driver(
-    stream: CudaBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver, answers = stream.device.driver, []
-    update = driver.exec_update
-
-    def watched(executable: int, graph: int) -> bool:
-        answers.append(update(executable, graph))
-        return answers[-1]
-
-    monkeypatch.setattr(driver, "exec_update", watched)
-    a, y, graph = chain(stream)
-    a.set(np.ones(1000, np.float32))
-    for _ in range(3):
-        stream.graph_compute(graph)
-    stream._plans.clear()
-    b, z, other = chain(stream, 1004, 5.0)
-    b.set(np.ones(1004, np.float32))
-    stream.graph_compute(other)
-    assert answers == [True]
-    assert (y.to_numpy()[0], z.to_numpy()[0]) == (3, 6)
-
-
 def test_a_new_thread_computes(stream: CudaBackend) -> None:
     a, y, graph = chain(stream)
     a.set(np.ones(1000, np.float32))

@@ -26,6 +26,7 @@ def test_the_tests_of_a_card_run_and_what_fails_or_ends_its_process_is_told(tmp_
         "def test_third(): pass\n"
     )
     chosen = "test_some or (test_cuda_graphs and not all_other_steps) or test_cuda_reuse or test_gpu_streams"
+    chosen += " or direct_copies or is_captured[llama] or graphs_are_updated"
     done = run("scripts/test_gpu.py", "-k", chosen, str(program))
     assert done.returncode == 1
     assert re.search(r"^CUDA0: Host .*, 0000:00:00.0$", done.stdout, re.M)
@@ -36,19 +37,34 @@ def test_the_tests_of_a_card_run_and_what_fails_or_ends_its_process_is_told(tmp_
     told = re.search(r"^(\d+) passed, 2 failed, \d+ skipped in \d+ s$", done.stdout, re.M)
     assert told, done.stdout
     assert int(told[1]) > 25
+    answers = done.stdout.partition("The card's answers")[2].splitlines()
+    assert answers[1] == "Direct copies: there is one card."
+    assert re.fullmatch(
+        r"Capture of llama: \d+ steps are replayed in \d CUDA graphs; none was refused\.", answers[2]
+    )
+    assert re.fullmatch(r"cuGraphExecUpdate: (\d) of \1 updates accepted\.", answers[3])
 
 
 def test_the_benchmark_of_a_card_runs_every_section(tmp_path: Path) -> None:
-    chosen = ("--only", "copies,ops,matmul,attention,decode", "--ops", "add,norm,rope,get_rows,mul_mat_id")
+    sections = "host,text,copies,ops,matmul,attention,decode"
+    chosen = ("--only", sections, "--ops", "add,norm,rope,get_rows,mul_mat_id")
     done = run("benchmarks/gpu.py", "--smoke", *chosen, "--folder", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 sections failed, 0 left out" in done.stdout
+    verdicts = done.stdout.partition("== summary\n")[2].splitlines()
+    told = r"Host: .* ms of processor time a token \(\d+\.\d calls of CUDA, of them 1\.0 graph launches .*"
+    assert re.fullmatch(told, verdicts[0])
+    assert re.fullmatch(r"Decoding: .* of what the memory's bandwidth allows: .*", verdicts[1])
+    assert re.fullmatch(r"A prompt: .* of what the tensor cores' rate allows: .*", verdicts[2])
+    assert re.fullmatch(r"Beside ggml:CUDA0: not compared, there is no device .*", verdicts[3])
+    assert "0 sections failed, 0 left out" in verdicts[4]
 
 
 def test_the_benchmark_runs_every_section_and_writes_its_figures(tmp_path: Path) -> None:
-    done = python(str(ROOT / "benchmarks/gpu.py"), "--smoke", "--device", "CPU", "--folder", str(tmp_path))
+    chosen = ("--smoke", "--device", "CPU", "--beside", "LLVM", "--folder", str(tmp_path))
+    done = python(str(ROOT / "benchmarks/gpu.py"), *chosen)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 sections failed, 0 left out" in done.stdout
+    assert re.search(r"^Beside LLVM: .* times its tokens per second in decoding, ", done.stdout, re.M)
     (page,) = tmp_path.glob("gpu-*.md")
     text = page.read_text()
     assert "these figures mean nothing" in text
