@@ -16,9 +16,9 @@ from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
 COMMANDS: Final = (
     "devices", "ops", "test", "bench", "compare", "diff", "generate", "fit", "chat", "perplexity", "show",
-    "quantize", "embed", "demo", "env",
+    "quantize", "embed", "demo", "env", "new-backend",
 )  # fmt: skip
-"""Each is a function in the module of its name."""
+"""Each is a function in the module of its name, with `_` for `-`."""
 
 KEPT: Final = {
     "bench": "devices not measured to the end are left out",
@@ -80,9 +80,10 @@ def application(args: Sequence[str]) -> typer.Typer:
     app.callback()(ggmlb)
     asked = next((arg for arg in args if not arg.startswith("-")), "")
     for name in [asked] if asked in COMMANDS else COMMANDS:
-        command = getattr(import_module(f"ggmlb.cli.{name}"), name)
+        function = name.replace("-", "_")
+        command = getattr(import_module(f"ggmlb.cli.{function}"), function)
         has_own = "Exit status:" in (command.__doc__ or "")
-        app.command(epilog=None if has_own else EXIT_STATUS)(_stoppable(command))
+        app.command(name, epilog=None if has_own else EXIT_STATUS)(_stoppable(command))
     return app
 
 

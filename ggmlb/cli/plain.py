@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ggmlb.core.errors import readable_size, shown
+from ggmlb.core.errors import one_line, readable_size, shown
 from ggmlb.system import env
 
 if TYPE_CHECKING:
@@ -75,10 +75,15 @@ def finite(item: Any) -> dict[str, Any]:
 def devices_and_reasons() -> tuple[list[Found], list[Unavailable]]:
     """Return the devices and the unavailable backends."""
     import ggmlb
+    from ggmlb.interface.registry import Unavailable
 
-    return [
-        (device.reg.name, device.props) for device in ggmlb.devices()
-    ], ggmlb.interface.registry.unavailable()
+    found, missing = list[Found](), ggmlb.interface.registry.unavailable()
+    for device in ggmlb.devices():
+        try:
+            found.append((device.reg.name, device.props))
+        except Exception as error:  # of another package's code: the other devices are listed all the same
+            missing.append(Unavailable(device.name, f"its properties: {one_line(error)}", "broken"))
+    return found, missing
 
 
 def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from textwrap import indent
 from typing import TYPE_CHECKING
@@ -51,9 +52,12 @@ def _print_families(out: Console, device: str, mode: str, cases: Sequence[CaseRe
     figures = ("Passed", "Failed", "Skipped", "Supported" if mode == "support" else "Largest NMSE")
     columns = (Column("Op", style="bold"), *(Column(name, right=True) for name in figures))
     rows = []
-    for family, group in groupby(cases, lambda r: r.family):
-        of = list(group)
-        n = counts(of)
+    grouped = [list(group) for _, group in groupby(cases, lambda r: r.family)]
+    declined = [of for of in grouped if is_declined(of)]
+    for of in grouped:
+        if of in declined and len(declined) > 1:
+            continue
+        family, n = of[0].family, counts(of)
         bad = n[Outcome.FAILED] + n[Outcome.XPASSED]
         skipped = n[Outcome.SKIPPED] + n[Outcome.XFAILED]
         if mode == "support":
@@ -64,13 +68,29 @@ def _print_families(out: Console, device: str, mode: str, cases: Sequence[CaseRe
         style = "red" if bad else "dim" if skipped == len(of) else ""
         numbers = [str(x) if x else "-" for x in (n[Outcome.PASSED], bad, skipped)]
         rows.append(Row((family, *numbers, last), style))
+    if len(declined) > 1:
+        skipped = sum(map(len, declined))
+        last = f"0 of {skipped}" if mode == "support" else "-"
+        label = f"{len(declined)} {'others' if rows else 'in all'}, declined"
+        rows.append(Row((label, "-", "-", str(skipped), last), "dim"))
     print_table(out, f"{device}, mode {mode}", columns, rows)
+
+
+def is_declined(cases: Sequence[CaseResult]) -> bool:
+    """Whether a device declines all cases of a family."""
+    return all(r.outcome is Outcome.SKIPPED for r in cases)
 
 
 def _print_cases(out: Console, cases: Sequence[CaseResult]) -> None:
     from rich.text import Text
 
-    for r in cases:
+    shown = list[CaseResult]()
+    for _, group in groupby(cases, lambda r: r.family):
+        of = list(group)
+        if is_declined(of) and len(of) > 1 and of[0].mode != "behaviour":
+            of = [replace(of[0], id=f"{of[0].family} ({len(of)} cases)", time_s=None)]
+        shown += of
+    for r in shown:
         took = f"  {1000 * r.time_s:.1f} ms" if r.time_s is not None else ""
         nmse = f"  nmse {r.nmse:.1e}" if r.nmse is not None else ""
         why = f"  {r.reason}" if r.outcome in (Outcome.SKIPPED, Outcome.XFAILED) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, cached_property, wraps
@@ -28,9 +29,10 @@ class Unique:
     def __new__(cls, *args: object, **options: object) -> Self:
         """Raise BackendBroken if the class of a backend lacks an abstract method."""
         if missing := getattr(cls, "__abstractmethods__", None):
+            file = getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
             raise BackendBroken(
-                f"{cls.__module__}.{cls.__qualname__} lacks {', '.join(sorted(missing))}: a backend "
-                "must define it (docs/backend.md)"
+                f"{cls.__qualname__} lacks {', '.join(sorted(missing))}: a backend must define it "
+                f"({file}; see docs/backend.md, or what `ggmlb new-backend` writes)"
             )
         return super().__new__(cls)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import wraps
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from ggmlb.core.arguments import named
 from ggmlb.core.enums import DeviceType
-from ggmlb.core.errors import ArgumentError, BackendError
+from ggmlb.core.errors import ArgumentError, BackendBroken, BackendError, Error, kind_of, one_line
 from ggmlb.core.lifetime import Unique
 from ggmlb.core.tensor import Tensor
 
@@ -71,6 +73,31 @@ class DeviceProps:
     caps: Caps
 
 
+def _opening(init_backend: Callable[..., Backend]) -> Callable[..., Backend]:
+    """Return an `init_backend` whose errors name the device, and that returns a stream."""
+
+    @wraps(init_backend)
+    def opened(device: Device, *args: Any, **options: Any) -> Backend:
+        from ggmlb.interface.backend import Backend
+
+        try:
+            stream = init_backend(device, *args, **options)
+        except Error:
+            raise
+        except Exception as error:
+            last = extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}:{last.lineno}, in {last.name}"
+            raise BackendBroken(f"{device.name} opens no stream: {one_line(error)} ({where})") from error
+        if not isinstance(stream, Backend):
+            raise BackendBroken(
+                f"{device.name} opens no stream: init_backend returned {kind_of(stream)}; it must return a "
+                "ggmlb.Backend"
+            )
+        return stream
+
+    return opened
+
+
 @named("a device, as device_by_name(name) finds one")
 class Device(Unique, ABC):
     """A processor with memory (ggml_backend_device).
@@ -80,6 +107,12 @@ class Device(Unique, ABC):
     """
 
     by_name_only = False
+
+    def __init_subclass__(cls) -> None:
+        """Check what `init_backend` of other packages does: its errors and its result."""
+        super().__init_subclass__()
+        if "init_backend" in vars(cls) and not cls.__module__.startswith("ggmlb."):
+            setattr(cls, "init_backend", _opening(cls.init_backend))  # noqa: B010 - not the inherited one
 
     @property
     def is_automatic(self) -> bool:

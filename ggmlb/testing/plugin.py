@@ -26,7 +26,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Generate a test for every case that the options select."""
     if "ggmlb_case" not in metafunc.fixturenames:
         return
-    from ggmlb.testing.devices import UnknownDeviceError
+    from ggmlb.testing.devices import UnknownDeviceError, device_named
+    from ggmlb.testing.run import declined_as_a_whole
 
     config = metafunc.config
     names = device_names(config.getoption("--ggmlb-device") or "")
@@ -42,7 +43,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             why = " ".join(str(error).split())
             params.append(pytest.param(None, id=f"{name}", marks=pytest.mark.skip(reason=why)))
             continue
+        device = device_named(name)
         for task in tasks:
+            if declined_as_a_whole(device, task):
+                label = f"{name}-{task.mode}-{task.family} ({len(task.ids)} cases)"
+                params.append(pytest.param((task, ""), id=label))
+                continue
             params += [pytest.param((task, i), id=f"{name}-{task.mode}-{i}") for i in task.ids]
     if not names:
         skip = pytest.mark.skip(reason="no device was named: give --ggmlb-device; 'ggmlb devices' lists them")
@@ -83,7 +89,7 @@ def run_case(
     Args:
         runner: Runs the case.
         xfails: Known failures, by the device's name.
-        case: The case and its task.
+        case: The task and its case; all its cases, declined as a whole, if empty.
         item: The test. Its `user_properties` get the device and figures. (`record_property` warns with
             `--junitxml`, which a project may turn into an error.)
     """
@@ -93,9 +99,16 @@ def run_case(
     from ggmlb.testing.results import Outcome
 
     task, name = case
-    (result,) = runner.run(replace(task, ids=(name,)))
-    result = xfails(task.device).judge(result)
-    facts = {**dict(zip(FACTS, (task.mode, task.device, task.family, name), strict=True)), **result.facts}
+    results = [
+        xfails(task.device).judge(r) for r in runner.run(replace(task, ids=(name,) if name else task.ids))
+    ]
+    result = next((r for r in results if r.outcome is not Outcome.SKIPPED), results[0])
+    if not name and result.outcome is Outcome.SKIPPED:
+        result = replace(result, reason=f"declined as a whole: {result.reason}")
+    facts = {
+        **dict(zip(FACTS, (task.mode, task.device, task.family, result.id), strict=True)),
+        **result.facts,
+    }
     item.user_properties += [(f"ggmlb_{fact}", value) for fact, value in facts.items()]
     if result.outcome is Outcome.SKIPPED:
         pytest.skip(result.reason)

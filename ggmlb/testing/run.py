@@ -14,14 +14,14 @@ from multiprocessing import active_children, get_context
 from time import sleep
 from typing import TYPE_CHECKING, Final
 
-from ggmlb.core.errors import ArgumentError, BackendBroken, Error, did_you_mean
+from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.interface import Device
 from ggmlb.testing import gradients, perf
 from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import FAMILIES, cases_of
-from ggmlb.testing.compute import Bench
+from ggmlb.testing.compute import Bench, refusal
 from ggmlb.testing.devices import device_named, weight_memories
-from ggmlb.testing.failure import program_of, raised, run_again
+from ggmlb.testing.failure import program_of, run_again
 from ggmlb.testing.results import CaseResult, Outcome
 
 if TYPE_CHECKING:
@@ -97,6 +97,22 @@ def tasks(device: Device, selection: Selection) -> list[FamilyTask]:
             if ids:
                 found.append(FamilyTask(device.name, selection.mode, family, tuple(ids), memory))
     return found
+
+
+def declined_as_a_whole(device: Device, task: FamilyTask) -> str:
+    """Return why a device declines all cases of a task of several; empty if it takes one."""
+    if task.mode not in ("test", "support") or task.memory or len(task.ids) < 2:
+        return ""
+    chosen, why = set(task.ids), ""
+    for case in cases_of(task.family):
+        if case.id in chosen:
+            try:
+                why = refusal(device, case.program.case(case.id).build()) or ""
+            except Exception:  # which its case reports
+                return ""
+            if not why:
+                return ""
+    return why
 
 
 def selections(modes: Sequence[str], ops: Sequence[str], pattern: str, limit: int) -> list[Selection]:
@@ -237,25 +253,12 @@ class Runner:
     def _run_of(self, device: Device, mode: str) -> Callable[[KitCase], CaseResult]:
         if mode == "grad":
             if device.name not in self._gradients:
-                with _opening(device):
-                    self._gradients[device.name] = gradients.GradientBench(device)
+                self._gradients[device.name] = gradients.GradientBench(device)
             return self._gradients[device.name].check
         if device.name not in self._benches:
-            with _opening(device):
-                self._benches[device.name] = Bench(device)
+            self._benches[device.name] = Bench(device)
         bench = self._benches[device.name]
         return bench.support if mode == "support" else bench.test
-
-
-@contextmanager
-def _opening(device: Device) -> Iterator[None]:
-    """Context manager that turns what a device raises when it opens a stream into a `BackendBroken`."""
-    try:
-        yield
-    except Error:
-        raise
-    except Exception as error:
-        raise BackendBroken(f"{device.name} opens no stream: it raised {raised(error)}") from error
 
 
 def _program(task: FamilyTask, result: CaseResult) -> str:

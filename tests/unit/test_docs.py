@@ -38,8 +38,8 @@ def test_programs_print_what_they_say(page: str, program: str, tmp_path: Path) -
 
 
 def test_the_page_on_backends_is_the_backend_that_is_tested() -> None:
-    package = ROOT / "tests/third_party/abacus"
-    module = (package / "ggmlb_abacus/__init__.py").read_text()
+    package = ROOT / "ggmlb/testing/template"
+    module = (package / "__init__.py").read_text()
     typed_in = "\n\n\n".join(block.strip("\n") for block in blocks("backend.md", "python"))
     assert typed_in == module.strip("\n")
     assert blocks("backend.md", "toml") == [(package / "pyproject.toml").read_text()]

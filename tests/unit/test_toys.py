@@ -226,7 +226,7 @@ def test_the_abacus_passes(mode: str) -> None:
 
 def test_a_new_backend(tree: Tree) -> None:
     """That of the page about writing one, as a folder of ours."""
-    module = (ROOT / "tests/third_party/abacus/ggmlb_abacus/__init__.py").read_text()
+    module = (ROOT / "ggmlb/testing/template/__init__.py").read_text()
     tree.write("ggmlb/backends/abacus/__init__.py", module)
     tree.replace("pyproject.toml", "\ncpu = ", '\nabacus = "ggmlb.backends.abacus:backend_reg"\ncpu = ')
     tree.append("tests/conformance/test_kit.py", BACKEND_TEST)

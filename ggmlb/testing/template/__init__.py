@@ -1,4 +1,4 @@
-"""Abacus: a device on host memory that adds, multiplies and scales float32 with NumPy.
+"""Abacus: a device on host memory that adds, multiplies and squares float32 with NumPy.
 
 The least that a backend needs: a registration, a device, a buffer type, a buffer, and a stream whose
 plan is a list of calls. It uses nothing of ggmlb but the public names.
@@ -6,11 +6,12 @@ plan is a list of calls. It uses nothing of ggmlb but the public names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb import (
     Backend,
@@ -27,6 +28,9 @@ from ggmlb import (
     Tensor,
 )
 
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
 ALIGNMENT = 64
 
 
@@ -37,20 +41,20 @@ class AbacusBuffer(Buffer):
         super().__init__(buft, nbytes)
         memory = np.empty(nbytes + ALIGNMENT, np.uint8)
         start = -memory.ctypes.data % ALIGNMENT
-        self._memory = memory[start : start + nbytes]
+        self._memory: Bytes = memory[start : start + nbytes]
 
     @property
-    def base(self) -> np.ndarray:
+    def base(self) -> Bytes:
         """The memory itself."""
         return self._memory
 
-    def _bytes(self, tensor: Tensor, offset: int, size: int) -> np.ndarray:
+    def _bytes(self, tensor: Tensor, offset: int, size: int) -> Bytes:
         return self._memory[tensor.offset + offset :][:size]
 
-    def _set_tensor(self, tensor: Tensor, data: np.ndarray, offset: int) -> None:
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         self._bytes(tensor, offset, data.size)[:] = data
 
-    def _get_tensor(self, tensor: Tensor, out: np.ndarray, offset: int) -> None:
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         out[:] = self._bytes(tensor, offset, out.size)
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
@@ -61,7 +65,7 @@ class AbacusBuffer(Buffer):
 
 
 class AbacusBufferType(BufferType):
-    """Host memory, in the hands of this backend."""
+    """Host memory of this backend."""
 
     is_host = True
 
@@ -79,7 +83,7 @@ class AbacusDevice(Device):
     """The one device."""
 
     name = "Abacus0"
-    description = "NumPy, one bead at a time"
+    description = "NumPy on the host"
     type = DeviceType.ACCEL
     memory = (0, 0)
 
@@ -107,12 +111,12 @@ class AbacusDevice(Device):
         return buft.is_host
 
     def declines(self, op: Tensor) -> str | None:
-        """It takes contiguous float32, and the ops that have a step; views need none."""
+        """Return why a node is declined: not contiguous float32, or no function; views need none."""
         if op.op in (Op.NONE, Op.RESHAPE, Op.VIEW, Op.PERMUTE, Op.TRANSPOSE):
             return None
         if op.op not in FUNCTIONS:
-            return f"an abacus has no beads for {op.op}"
-        for tensor in (op, *op.src):
+            return f"no function for {op.op_desc()}"
+        for tensor in (op, *_operands(op)):
             if tensor.dtype != DType.F32 or not tensor.is_contiguous():
                 return f"{tensor.describe()} is not contiguous float32"
             if any(n not in (1, whole) for n, whole in zip(tensor.ne, op.ne, strict=True)):
@@ -120,12 +124,17 @@ class AbacusDevice(Device):
         return None
 
 
-FUNCTIONS = {Op.ADD: np.add, Op.MUL: np.multiply, Op.SQR: np.square}
+FUNCTIONS: dict[Op, Callable[..., Any]] = {Op.ADD: np.add, Op.MUL: np.multiply, Op.SQR: np.square}
 
 
-def _view(tensor: Tensor) -> np.ndarray:
-    memory = tensor.buffer.base[tensor.offset : tensor.offset + tensor.nbytes]
-    return memory.view(np.float32).reshape(tensor.ne[::-1])
+def _operands(node: Tensor) -> list[Tensor]:
+    return [operand for operand in node.src if operand is not None]
+
+
+def _view(tensor: Tensor) -> Floats:
+    memory = tensor.placed("compute").base[tensor.offset : tensor.offset + tensor.nbytes]
+    floats: Floats = memory.view(np.float32).reshape(tensor.ne[::-1])
+    return floats
 
 
 class AbacusPlan(GraphPlan):
@@ -134,7 +143,7 @@ class AbacusPlan(GraphPlan):
     def __init__(self, backend: AbacusBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         self.steps = [
-            partial(FUNCTIONS[node.op], *map(_view, node.src), _view(node))
+            partial(FUNCTIONS[node.op], *map(_view, _operands(node)), _view(node))
             for node in graph.nodes
             if node.op in FUNCTIONS
         ]
@@ -149,7 +158,8 @@ class AbacusBackend(Backend):
     def _plan(self, graph: Graph) -> GraphPlan:
         return AbacusPlan(self, graph)
 
-    def _compute(self, plan: AbacusPlan) -> Status:
+    def _compute(self, plan: GraphPlan) -> Status:
+        assert isinstance(plan, AbacusPlan)
         for step in plan.steps:
             step()
         return Status.SUCCESS
@@ -170,11 +180,11 @@ class AbacusReg(BackendReg):
 
 
 def score() -> int:
-    """Any machine will do."""
+    """Return a fitness above 0: it runs on any machine."""
     return 1
 
 
 @cache
 def backend_reg() -> AbacusReg:
-    """What the entry point names."""
+    """Return the registration: the function that the entry point names."""
     return AbacusReg()
