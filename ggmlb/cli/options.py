@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ggmlb.core.errors import ArgumentError
 from ggmlb.testing import names
+
+if TYPE_CHECKING:
+    from ggmlb.testing.baseline import Baseline
 
 
 def device_names(text: str) -> list[str]:
@@ -54,6 +58,20 @@ def _connect(ctx: typer.Context, address: str | None) -> str | None:
     return address
 
 
+def baseline_of(compare: Path | None, fail_at: str | None) -> tuple[Baseline | None, float]:
+    """Return the baseline of `--compare`, and the allowed slowdown of `--fail-at`.
+
+    Raises:
+        ArgumentError: The file is no baseline, or the share is none; `--fail-at` without `--compare`.
+    """
+    from ggmlb.testing.baseline import Baseline, share
+
+    if compare is None and fail_at is not None:
+        raise ArgumentError("--fail-at needs a baseline: give --compare FILE, as --save wrote it")
+    allowed = math.inf if fail_at is None else share(fail_at)
+    return (None if compare is None else Baseline.load(compare)), allowed
+
+
 def _writable(path: Path | None) -> Path | None:
     """Check that a file can be written, before the work, which may take long; do not create it."""
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
@@ -84,6 +102,31 @@ HtmlOption = Annotated[
         metavar="FILE",
         callback=_writable,
         help="HTML file for an additional report: machine, charts, tables with filters.",
+    ),
+]
+SaveOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--save", metavar="FILE", callback=_writable, help="File for the measurements, for a later --compare."
+    ),
+]
+CompareOption = Annotated[
+    Path | None,
+    typer.Option("--compare", metavar="FILE", help="Baseline, a file of --save: show the change of each."),
+]
+FailAtOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fail-at",
+        metavar="SHARE",
+        help="Fail if something is slower than the baseline by more than this and the noise, as 10%.",
+    ),
+]
+GithubOption = Annotated[
+    bool,
+    typer.Option(
+        "--github",
+        help="Append a Markdown summary to $GITHUB_STEP_SUMMARY, and print annotations of failures.",
     ),
 ]
 SomeDevicesOption = Annotated[

@@ -27,6 +27,8 @@ PERF = (
     Column("GFLOP/s", right=True, drop=2), Column("Of its limit", right=True, drop=1),
     Column("Operands", wraps=True, drop=3),
 )  # fmt: skip
+CHANGE = (Column("Change", right=True), Column("Noise", right=True), Column("Is"))
+"""Further columns beside a baseline: the change of the time, and the noise of both."""
 N_REASONS = 8
 """Most reasons for skipping shown."""
 
@@ -100,14 +102,15 @@ def _print_cases(out: Console, cases: Sequence[CaseResult]) -> None:
 
 
 def _print_perf(out: Console, device: str, cases: Sequence[CaseResult]) -> None:
-    measured = [r for r in cases if r.outcome is Outcome.PASSED and r.time_s is not None]
+    measured = [r for r in cases if r.outcome.ran and r.time_s is not None]
     rows = []
     for memory, group in groupby(measured, lambda r: str(r.facts["memory"])):
         if memory:
             rows.append(Row((f"weights in {memory}:",), "dim"))
         rows += [Row(_perf_cells(r, memory)) for r in group]
     if rows:
-        print_table(out, f"{device}, mode perf", PERF, rows)
+        columns = (*PERF, *CHANGE) if any("slowdown" in r.facts for r in measured) else PERF
+        print_table(out, f"{device}, mode perf", columns, rows)
     for limits in dict.fromkeys(_limits(r) for r in measured):
         out.print(limits, style="dim", markup=False, soft_wrap=True)
 
@@ -117,7 +120,8 @@ def _perf_cells(r: CaseResult, memory: str) -> tuple[str, ...]:
     name = f"  {r.id.removesuffix(f' in {memory}')}" if memory else r.id
     rate = three_digits(f["gflop_s"]) if f["gflop_s"] else "-"
     share = f"{f['percent_of_limit']:.0f} % of {f['limit']:7}" if f["limit"] else "-"
-    return name, microseconds(r.time_s or 0), three_digits(f["gb_s"]), rate, share, f["size"]
+    cells = (name, microseconds(r.time_s or 0), three_digits(f["gb_s"]), rate, share, f["size"])
+    return (*cells, *((f"{f['slowdown']:+.1%}", f"{f['noise']:.1%}", f["change"]) if "slowdown" in f else ()))
 
 
 def _limits(r: CaseResult) -> str:

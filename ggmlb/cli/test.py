@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import stat
@@ -20,7 +21,18 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
-from ggmlb.cli.options import AddressOption, HtmlOption, complete_devices, complete_ops, count
+from ggmlb.cli.options import (
+    AddressOption,
+    CompareOption,
+    FailAtOption,
+    GithubOption,
+    HtmlOption,
+    SaveOption,
+    baseline_of,
+    complete_devices,
+    complete_ops,
+    count,
+)
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 
 try:
@@ -30,6 +42,7 @@ except ImportError:  # Windows, where a file that is appended to looks like any 
 
 if TYPE_CHECKING:
     from ggmlb.testing.about import About
+    from ggmlb.testing.baseline import Baseline, Measured
     from ggmlb.testing.results import CaseResult
     from ggmlb.testing.run import FamilyTask
 
@@ -59,6 +72,7 @@ class Format(str, Enum):
     json = "json"
     csv = "csv"
     junit = "junit"
+    markdown = "markdown"
 
 
 def test(
@@ -101,7 +115,10 @@ def test(
         ),
     ] = Mode.test,
     format: Annotated[
-        Format, typer.Option("--format", metavar="FORMAT", help="Output format: table, json, csv or junit.")
+        Format,
+        typer.Option(
+            "--format", metavar="FORMAT", help="Output format: table, json, csv, junit or markdown."
+        ),
     ] = Format.table,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; same as --format json.")] = False,
     output: Annotated[
@@ -134,6 +151,10 @@ def test(
     only_list: Annotated[
         bool, typer.Option("--list", help="List the case ids without running them.")
     ] = False,
+    save: SaveOption = None,
+    compare: CompareOption = None,
+    fail_at: FailAtOption = None,
+    github: GithubOption = False,
     address: AddressOption = None,
 ) -> None:
     """Test devices against the CPU: values, memory, support, behaviour and speed.
@@ -154,21 +175,31 @@ def test(
       ggmlb test -d CUDA0 --mode behaviour
       ggmlb test -d node1/CPU --address auto
       ggmlb test -d CUDA0 --mode perf -o mul_mat --json
+      ggmlb test -d CUDA0 --mode perf --save before.json
+      ggmlb test -d CUDA0 --mode perf --compare before.json --fail-at 10%
     """
     from ggmlb.testing.about import About
+    from ggmlb.testing.baseline import save as save_baseline
     from ggmlb.testing.claims import warnings
     from ggmlb.testing.devices import UnknownDeviceError, device_named
     from ggmlb.testing.formats import as_json as as_json_text
+    from ggmlb.testing.github import append_summary, failure_annotations, markdown
     from ggmlb.testing.names import device_names as split_names
     from ggmlb.testing.page import write_page
+    from ggmlb.testing.perf import measured
     from ggmlb.testing.results import NOTHING_RAN
     from ggmlb.testing.run import ALL, selections, tasks
 
     verbose = verbose or plain.is_debug()
+    if github:
+        append_summary("")  # before the work: an error if it cannot be written
     modes = ALL if mode is Mode.all else (mode.value,)
     if address is not None and jobs is not None and jobs > 1:
         raise typer.BadParameter("--address: a connection belongs to one process; leave out --jobs")
     try:
+        if "perf" not in modes and (save or compare):
+            raise ArgumentError("--save and --compare keep times: give --mode perf or all")
+        baseline, allowed = baseline_of(compare, fail_at)
         names = _devices(devices)
         selected = selections(modes, split_names(ops or ""), pattern, limit)
     except UnknownDeviceError:
@@ -202,10 +233,20 @@ def test(
     format = Format.json if as_json else format
     about = About.here(map(device_named, names))
     with _junit_file(output) if format is Format.junit else nullcontext() as file:
-        results, about, stopped_by = _run(work, jobs, xfail, about, file)
+        results, about, stopped_by = _run(work, jobs, xfail, about, file, baseline, allowed)
+    if save is not None:
+        save_baseline(save, about, _more_rounds([m for r in results if (m := measured(r)) is not None], work))
     if html is not None:
         write_page(html, f"ggmlb test: {', '.join(names)}", as_json_text(results, about))
     _write(results, about, format, output, verbose, is_written=file is not None)
+    if baseline is not None:
+        now = [m for r in results if (m := measured(r)) is not None]
+        for line in (*baseline.differences(about), *(f"not measured: {m}" for m in baseline.missing(now))):
+            plain.echo(f"ggmlb: {line}", sys.stderr)
+    if github:
+        append_summary(markdown(results, about))
+        for line in failure_annotations(results):
+            plain.echo(line)
     if stopped_by:
         plain.echo(f"ggmlb: {about.unfinished}", sys.stderr)
         raise typer.Exit(128 + stopped_by)
@@ -255,7 +296,13 @@ def _tell_time(work: Sequence[FamilyTask], names: Sequence[str], jobs: int) -> N
 
 
 def _run(
-    work: Sequence[FamilyTask], jobs: int, xfail: Path | None, about: About, file: BinaryIO | None
+    work: Sequence[FamilyTask],
+    jobs: int,
+    xfail: Path | None,
+    about: About,
+    file: BinaryIO | None,
+    baseline: Baseline | None = None,
+    allowed: float = math.inf,
 ) -> tuple[list[CaseResult], About, int]:
     """Run tasks, and write a JUnit report during the run if a file is given.
 
@@ -265,7 +312,8 @@ def _run(
     from ggmlb.cli.tables import print_failures
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.formats import JunitReport
-    from ggmlb.testing.run import run_as_done
+    from ggmlb.testing.perf import compared
+    from ggmlb.testing.run import Runner, run_as_done
     from ggmlb.testing.xfail import ExpectedFailures
 
     known = {name: ExpectedFailures.of(device_named(name), xfail) for name in {task.device for task in work}}
@@ -273,12 +321,15 @@ def _run(
     found: list[tuple[int, CaseResult]] = []
     stopped_by = n_bad = 0
     report = None
-    with progress_bar("testing", total) as progress, _Stops() as stops:
+    with progress_bar("testing", total) as progress, _Stops() as stops, Runner() as again:
         try:
             if file is not None:
                 with _writing():
                     report = JunitReport(file, about, total)
             for i, result in run_as_done(work, jobs):
+                if baseline is not None and result.mode == "perf":
+                    task = replace(work[i], ids=(result.id,))
+                    result = compared(result, baseline, allowed, lambda: next(again.run(task)))  # noqa: B023
                 with stops.held(), _writing():
                     found.append((i, known[result.device].judge(result)))
                     n_bad += found[-1][1].outcome.is_bad
@@ -295,6 +346,25 @@ def _run(
             stopped_by = int(*stop.args) or signal.SIGINT
             about = replace(about, unfinished=f"the run was stopped: {len(found)} of {total} cases were done")
     return [result for _, result in sorted(found, key=lambda of: of[0])], about, stopped_by
+
+
+def _more_rounds(records: Sequence[Measured], work: Sequence[FamilyTask]) -> list[Measured]:
+    """Return measurements with the samples of further rounds, at other times."""
+    from ggmlb.testing.baseline import ROUNDS
+    from ggmlb.testing.perf import measured
+    from ggmlb.testing.run import Runner
+
+    task_of = {(task.device, i): task for task in work if task.mode == "perf" for i in task.ids}
+    found = list(records)
+    rounds = (ROUNDS - 1) * len(found)
+    with progress_bar("measuring again", rounds) as progress, Runner() as runner:
+        for n in range(rounds):
+            i = n % len(found)
+            for other in runner.run(replace(task_of[found[i].device, found[i].name], ids=(found[i].name,))):
+                if (more := measured(other)) is not None:
+                    found[i] = found[i].together(more)
+            progress(n + 1, rounds)
+    return found
 
 
 class _Stops:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Final
 from xml.sax.saxutils import quoteattr
 
 from ggmlb.testing.about import About
+from ggmlb.testing.github import markdown
 from ggmlb.testing.results import CaseResult, Outcome, counts
 
 COLUMNS: Final = ("mode", "device", "family", "id", "outcome", "reason", "nmse", "time_s")
@@ -28,7 +29,10 @@ def as_json(results: Sequence[CaseResult], about: About | None = None) -> str:
 
 def as_csv(results: Sequence[CaseResult], about: About | None = None) -> str:
     """Return results as CSV: a header, then a line for each result; `about` is ignored."""
-    facts = list(dict.fromkeys(name for result in results for name in result.facts))
+    named = (
+        name for result in results for name, value in result.facts.items() if not isinstance(value, tuple)
+    )
+    facts = list(dict.fromkeys(named))
     out = io.StringIO()
     writer = csv.DictWriter(out, [*COLUMNS, *facts], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -210,4 +214,5 @@ FORMATS: Final[dict[str, Callable[[Sequence[CaseResult], About | None], str]]] =
     "json": as_json,
     "csv": as_csv,
     "junit": as_junit,
+    "markdown": markdown,
 }

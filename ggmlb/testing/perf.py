@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import median
 from time import perf_counter
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
 from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.testing.baseline import Baseline, Measured, Timing
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.ops import RECORDS
@@ -40,6 +40,8 @@ BATCH_S: Final = 0.05
 """Least time of one measurement [s]."""
 BATCHES: Final = 5
 """Number of measurements; the median is the result."""
+SAMPLES: Final = "samples_s"
+"""Fact of a result: the measurements of which its time is the median [s]."""
 BUDGET_S: Final = 3.0
 """An op that takes longer is measured once."""
 PRODUCTS: Final = (F32, F16, DType.Q8_0, DType.Q4_0)
@@ -136,6 +138,7 @@ def measure(device: Device, case: PerfCase, rates: PeakRates) -> CaseResult:
     limit = max(limits, key=limits.__getitem__, default=None)
     facts: dict[str, Any] = {
         "memory": case.memory,
+        SAMPLES: took.samples,
         "size": ", ".join(_size(s) for s in node.src if s is not None),
         "gb_s": moved / took / 1e9,
         "gflop_s": work / took / 1e9 if work else None,
@@ -145,10 +148,36 @@ def measure(device: Device, case: PerfCase, rates: PeakRates) -> CaseResult:
         "product_gflop_s": best_gflop_s or None,
         "product_type": best or None,
     }
-    return Finding(Outcome.PASSED).result("perf", device.name, case.family, case.id, took, facts)
+    return Finding(Outcome.PASSED).result("perf", device.name, case.family, case.id, float(took), facts)
 
 
-def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[float | None, str]:
+def measured(result: CaseResult) -> Measured | None:
+    """Return a timed case as a measurement for a baseline; `None` for other results."""
+    if result.mode != "perf" or not result.time_s:
+        return None
+    return Measured(result.device, result.id, "s", tuple(result.facts[SAMPLES]))
+
+
+def compared(
+    result: CaseResult, baseline: Baseline, allowed: float, again: Callable[[], CaseResult]
+) -> CaseResult:
+    """Compare a timed case with a baseline; it fails if it is slower by more than allowed and the noise."""
+    now = measured(result)
+    if now is None:
+        return result
+    now, change = baseline.measured_again(now, allowed, lambda: measured(again()))
+    facts = {**result.facts, SAMPLES: now.samples}
+    if change is None:
+        return replace(result, time_s=now.value, facts=facts)
+    facts |= {"baseline_s": change.before.value, "slowdown": change.slowdown}
+    facts |= {"noise": change.noise, "change": change.verdict}
+    result = replace(result, time_s=now.value, facts=facts)
+    if change.verdict != "slower":
+        return result
+    return result.with_outcome(Outcome.FAILED, f"{change.text}; {allowed:.0%} is allowed")
+
+
+def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[Timing | None, str]:
     """Return the time of a node [s], or why it cannot be measured; `memory` is its weight's buffer type."""
     with ExitStack() as stack:
         if memory:
@@ -179,12 +208,12 @@ def measure_rates(device: Device) -> PeakRates:
     return PeakRates(2 * copy.nbytes / took / 1e9 if took else 0.0, products)
 
 
-def time_or_none(device: Device, ctx: Context, node: Tensor) -> float | None:
+def time_or_none(device: Device, ctx: Context, node: Tensor) -> Timing | None:
     """Return the time of a node [s], or `None` if the device does not compute it."""
     return time_node(device, ctx, node) if device.supports_op(node) else None
 
 
-def time_node(device: Device, ctx: Context, *nodes: Tensor) -> float:
+def time_node(device: Device, ctx: Context, *nodes: Tensor) -> Timing:
     """Return the median time [s] of computing the nodes, with a plan made before."""
     with device.init_backend() as stream, alloc_ctx_tensors(ctx, stream) as buffer:
         buffer.clear(0)
@@ -202,9 +231,9 @@ def time_node(device: Device, ctx: Context, *nodes: Tensor) -> float:
 
         once = min(run(1) for _ in range(2))
         if once > BUDGET_S:
-            return once
+            return Timing([once])
         times = max(1, math.ceil(BATCH_S / once))
-        return median(run(times) for _ in range(BATCHES))
+        return Timing(run(times) for _ in range(BATCHES))
 
 
 @cache

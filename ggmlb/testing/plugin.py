@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ggmlb.core.errors import BackendUnavailable, RegistryError
+from ggmlb.core.errors import BackendUnavailable, Error, RegistryError
 from ggmlb.testing.names import device_names
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ def run_case(
         **dict(zip(FACTS, (task.mode, task.device, task.family, result.id), strict=True)),
         **result.facts,
     }
+    facts |= {"at": result.at} if result.at else {}
     item.user_properties += [(f"ggmlb_{fact}", value) for fact, value in facts.items()]
     if result.outcome is Outcome.SKIPPED:
         pytest.skip(result.reason)
@@ -127,10 +130,32 @@ def run_case(
     return result
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Add versions and devices to the properties of the suite in the report of `--junitxml`."""
+    from ggmlb.testing.about import About
+    from ggmlb.testing.devices import device_named
+
+    reports = [p for p in session.config.pluginmanager.get_plugins() if hasattr(p, "add_global_property")]
+    if not reports:
+        return
+    devices = []
+    for name in device_names(session.config.getoption("--ggmlb-device") or ""):
+        with suppress(Error):  # it is missing: its test was skipped
+            devices.append(device_named(name))
+    about = About.here(devices)
+    facts = {f"ggmlb_{name}": value for name, value in about.software.items()}
+    facts |= {f"{d}_{name}": value for d, of in about.devices.items() for name, value in of.items()}
+    for report in reports:
+        for name, value in facts.items():
+            report.add_global_property(name, value)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Report the ops that a device claims but of which no case was computed."""
+    """Report the ops that a device claims but of which no case was computed; in GitHub Actions, annotate."""
     from ggmlb.testing.claims import warnings
     from ggmlb.testing.devices import device_named
+    from ggmlb.testing.github import failure_annotations
     from ggmlb.testing.results import CaseResult, Outcome
 
     outcomes = {"passed": Outcome.PASSED, "failed": Outcome.FAILED, "xfailed": Outcome.XFAILED}
@@ -140,7 +165,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             facts = dict(getattr(report, "user_properties", ()))  # a module's own report has none
             if "ggmlb_case" in facts:
                 mode, device, family, case = (facts[f"ggmlb_{of}"] for of in FACTS)
-                results.append(CaseResult(mode, device, family, case, outcomes.get(kind, Outcome.SKIPPED)))
+                outcome, told = outcomes.get(kind, Outcome.SKIPPED), ("", "")
+                if outcome is Outcome.FAILED:
+                    told = (str(report.longreprtext).strip(), str(facts.get("ggmlb_at", "")))
+                results.append(CaseResult(mode, device, family, case, outcome, told[0], at=told[1]))
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in failure_annotations(results):
+            terminalreporter.write_line(line)
     devices = [device_named(name) for name in dict.fromkeys(result.device for result in results)]
     for line in warnings(devices, results):
         terminalreporter.write_line(f"ggmlb: {line}", yellow=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ggmlb.testing.failure import raised, traceback_of
+from ggmlb.testing.failure import location, raised, traceback_of
 
 
 class Outcome(str, Enum):
@@ -47,6 +47,7 @@ class CaseResult:
         facts: Other figures of the mode, by name.
         detail: Of a failure: the traceback into the device's code, or the wrong elements; several lines.
         program: Of a failure: the case as a Python program to paste.
+        at: Of a failure: `FILE:LINE` of the device's code that raised, if it raised.
         error: Of a failure: the exception, if the runner keeps them. It holds the device's memory.
     """
 
@@ -61,6 +62,7 @@ class CaseResult:
     facts: dict[str, Any] = field(default_factory=dict)
     detail: str = ""
     program: str = ""
+    at: str = ""
     error: BaseException | None = field(default=None, repr=False, compare=False)
 
     def with_outcome(self, outcome: Outcome, reason: str) -> CaseResult:
@@ -71,7 +73,7 @@ class CaseResult:
         """Return all fields and facts of this result as a dictionary, for JSON."""
         told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("facts", "error")}
         if not self.outcome.is_bad:
-            del told["detail"], told["program"]
+            del told["detail"], told["program"], told["at"]
         return {**told, "outcome": self.outcome.value, **self.facts}
 
 
@@ -102,7 +104,9 @@ class Finding(NamedTuple):
         """Return the result of a case."""
         outcome, reason, nmse, detail, error = self
         of = (mode, device, family, id, outcome, reason, nmse, time_s)
-        return CaseResult(*of, facts or {}, detail, error=error)
+        where = location(error) if error is not None else None
+        at = f"{where[0]}:{where[1]}" if where else ""
+        return CaseResult(*of, facts or {}, detail, at=at, error=error)
 
 
 def counts(results: Iterable[CaseResult]) -> dict[Outcome, int]:

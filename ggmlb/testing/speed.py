@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Final
@@ -17,8 +18,9 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import BufferType, Device
+from ggmlb.interface import Device
 from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.testing.baseline import Timing
 from ggmlb.testing.perf import scale_of, time_or_none
 
 F32 = DType.F32
@@ -37,55 +39,69 @@ class Figure:
         name: Name of the measurement.
         unit: `GB/s`, `GFLOP/s` or `us`.
         value: `None` if the device does not support it.
+        samples: The values of which it is the median.
     """
 
     name: str
     unit: str
     value: float | None
+    samples: tuple[float, ...] = ()
 
 
 def figures(device: Device) -> Iterator[Figure]:
     """Measure a device's bandwidths, products and latencies; yield each as soon as it is known."""
-    scale = scale_of(device)
-    yield Figure("copy in its memory", "GB/s", _copy(device, (1 << 22) * scale * scale))
-    nbytes = (16 << 20) * scale
-    yield Figure("host to device", "GB/s", _transfer(device, nbytes, None, up=True))
-    yield Figure("device to host", "GB/s", _transfer(device, nbytes, None, up=False))
-    host = device.host_buffer_type
-    yield Figure("host to device, pinned", "GB/s", _transfer(device, nbytes, host, up=True) if host else None)
-    yield Figure(
-        "device to host, pinned", "GB/s", _transfer(device, nbytes, host, up=False) if host else None
-    )
-    for dtype in WEIGHTS:
-        name = dtype.name.lower()
-        took, work, _ = _product(device, dtype, 1024 * scale, 1024 * scale, 512)
-        yield Figure(f"product, {name} weights, 512 columns", "GFLOP/s", took and work / took / 1e9)
-    for dtype in WEIGHTS:
-        name = dtype.name.lower()
-        took, _, read = _product(device, dtype, 2048 * scale, 4096 * scale, 1)
-        yield Figure(f"product, {name} weights, 1 column", "GB/s", took and read / took / 1e9)
-    yield Figure("a small op in a graph", "us", _small_op(device))
-    yield Figure("a graph of one op, with waiting", "us", _round_trip(device))
-    yield Figure("a write of 4 bytes", "us", _small_write(device))
+    for name in names():
+        yield figure(device, name)
 
 
-def _copy(device: Device, n: int) -> float | None:
+def names() -> list[str]:
+    """Return the names of the measurements, in their order."""
+    return [*_MEASURES]
+
+
+def figure(device: Device, name: str) -> Figure:
+    """Measure one figure of a device, by its name."""
+    unit, measure = _MEASURES[name]
+    took, work = measure(device)
+    if took is None:
+        return Figure(name, unit, None)
+    samples = tuple(1e6 * t / work if unit == "us" else work / t / 1e9 for t in took.samples)
+    return Figure(name, unit, median(samples), samples)
+
+
+Result = tuple[Timing | None, float]
+"""A time [s], `None` if the device does not support it; and the bytes or operations, or the number of ops."""
+
+
+def _copy(device: Device) -> Result:
     ctx = Context()
+    n = (1 << 22) * scale_of(device) ** 2
     node = ctx.cpy(ctx.new_tensor(F32, (n,)), ctx.new_tensor(F32, (n,)))
-    took = time_or_none(device, ctx, node)
-    return took and 2 * node.nbytes / took / 1e9
+    return time_or_none(device, ctx, node), 2 * node.nbytes
 
 
-def _product(device: Device, dtype: DType, k: int, m: int, n: int) -> tuple[float | None, int, int]:
-    """Return a product's time [s], arithmetic operations, and bytes of weights."""
+def _prompt(device: Device, dtype: DType) -> Result:
+    """Measure a product of 512 columns, in operations."""
+    k = m = 1024 * scale_of(device)
+    ctx = Context()
+    node = ctx.mul_mat(ctx.new_tensor(dtype, (k, m)), ctx.new_tensor(F32, (k, 512)))
+    return time_or_none(device, ctx, node), 2 * k * m * 512
+
+
+def _token(device: Device, dtype: DType) -> Result:
+    """Measure a product of one column, in bytes of weights."""
+    k, m = 2048 * scale_of(device), 4096 * scale_of(device)
     ctx = Context()
     weights = ctx.new_tensor(dtype, (k, m))
-    node = ctx.mul_mat(weights, ctx.new_tensor(F32, (k, n)))
-    return time_or_none(device, ctx, node), 2 * k * m * n, weights.nbytes
+    return time_or_none(device, ctx, ctx.mul_mat(weights, ctx.new_tensor(F32, (k, 1)))), weights.nbytes
 
 
-def _transfer(device: Device, nbytes: int, host: BufferType | None, *, up: bool) -> float:
-    """Return the bandwidth between the host's memory and the device's [GB/s]."""
+def _transfer(device: Device, *, up: bool, pinned: bool = False) -> Result:
+    """Measure a transfer between the host's memory and the device's."""
+    nbytes = (16 << 20) * scale_of(device)
+    host = device.host_buffer_type if pinned else None
+    if pinned and host is None:
+        return None, 0
     ctx, host_ctx = Context(), Context()
     tensor = ctx.new_tensor(DType.I8, (nbytes,))
     data = np.ones(nbytes, np.uint8)
@@ -105,10 +121,10 @@ def _transfer(device: Device, nbytes: int, host: BufferType | None, *, up: bool)
                 stream.get_tensor_async(tensor, data)
             stream.synchronize()
 
-        took = _median(run)
+        took = _timed(run)
         for buffer in buffers:
             buffer.free()
-    return nbytes / took / 1e9
+    return took, nbytes
 
 
 def _chain(device: Device, n: int) -> tuple[Context, Tensor] | None:
@@ -119,41 +135,56 @@ def _chain(device: Device, n: int) -> tuple[Context, Tensor] | None:
     return (ctx, y) if device.supports_op(y) else None
 
 
-def _small_op(device: Device) -> float | None:
-    """Return the time of one more op in a graph of many [us]."""
+def _small_op(device: Device) -> Result:
+    """Measure one more op in a graph of many."""
     many, one = _chain(device, N_SMALL), _chain(device, 1)
-    if many is None or one is None:
-        return None
-    took = time_or_none(device, *many)
-    return took and 1e6 * took / N_SMALL
+    return (None if many is None or one is None else time_or_none(device, *many)), N_SMALL
 
 
-def _round_trip(device: Device) -> float | None:
-    """Return the time from queueing a graph of one op until it is done [us]."""
+def _round_trip(device: Device) -> Result:
+    """Measure from queueing a graph of one op until it is done."""
     made = _chain(device, 1)
     if made is None:
-        return None
+        return None, 1
     ctx, y = made
     with device.init_backend() as stream, alloc_ctx_tensors(ctx, stream) as buffer:
         buffer.clear(0)
         graph = Graph().build_forward_expand(y)
-        return 1e6 * _median(lambda: stream.graph_compute(graph), 50)
+        return _timed(lambda: stream.graph_compute(graph), 50), 1
 
 
-def _small_write(device: Device) -> float:
+def _small_write(device: Device) -> Result:
     ctx = Context()
     tensor = ctx.new_tensor(F32, (1,))
     with device.init_backend() as stream, alloc_ctx_tensors(ctx, stream):
         data = np.ones(1, np.float32)
-        return 1e6 * _median(lambda: tensor.set(data), 50)
+        return _timed(lambda: tensor.set(data), 50), 1
 
 
-def _median(run: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Return the median time of a call, after one warm-up call [s]."""
+def _timed(run: Callable[[], object], rounds: int = ROUNDS) -> Timing:
+    """Return the time of a call, after one warm-up call."""
     run()
     times = []
     for _ in range(rounds):
         start = perf_counter()
         run()
         times.append(perf_counter() - start)
-    return median(times)
+    return Timing(times)
+
+
+_MEASURES: Final[dict[str, tuple[str, Callable[[Device], Result]]]] = {
+    "copy in its memory": ("GB/s", _copy),
+    "host to device": ("GB/s", partial(_transfer, up=True)),
+    "device to host": ("GB/s", partial(_transfer, up=False)),
+    "host to device, pinned": ("GB/s", partial(_transfer, up=True, pinned=True)),
+    "device to host, pinned": ("GB/s", partial(_transfer, up=False, pinned=True)),
+    **{
+        f"product, {t.name.lower()} weights, 512 columns": ("GFLOP/s", partial(_prompt, dtype=t))
+        for t in WEIGHTS
+    },
+    **{f"product, {t.name.lower()} weights, 1 column": ("GB/s", partial(_token, dtype=t)) for t in WEIGHTS},
+    "a small op in a graph": ("us", _small_op),
+    "a graph of one op, with waiting": ("us", _round_trip),
+    "a write of 4 bytes": ("us", _small_write),
+}
+"""Unit and function of each measurement, by its name."""

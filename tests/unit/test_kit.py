@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ggmlb import __version__
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
@@ -532,8 +533,11 @@ def test_the_plugin_warns_of_nothing_and_tells_claims(narrow, tmp_path):
     done = plugin(*args, "--ggmlb-limit", "1", "--junitxml", "report.xml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "Narrow0 claims MUL, of which no case was computed" in done.stdout
-    found = ElementTree.parse(tmp_path / "report.xml").iter("property")
+    report = ElementTree.parse(tmp_path / "report.xml")
+    found = report.iter("property")
     assert {p.get("value") for p in found if p.get("name") == "ggmlb_device"} == {"Narrow0"}
+    suite = {p.get("name"): p.get("value") for p in report.findall("testsuite/properties/property")}
+    assert suite["ggmlb_version"] == __version__ and suite["Narrow0_backend"].startswith("Narrow")
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "worker"])

@@ -286,7 +286,7 @@ def test_the_command_tells(file, tmp_path):
     assert "\n" not in failure.attrib["message"]
 
 
-def plugin(file: Path, *args: str, cwd: Path, typed: str = "") -> str:
+def plugin(file: Path, *args: str, cwd: Path, typed: str = "", **env: str) -> str:
     command = [
         sys.executable,
         "-m",
@@ -299,12 +299,15 @@ def plugin(file: Path, *args: str, cwd: Path, typed: str = "") -> str:
         "no:cacheprovider",
     ]
     command += ["--pyargs", "ggmlb.testing", "--ggmlb-device", "Faulty0", "--ggmlb-mode", "test", *args]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "GGMLB_BACKEND_PATH": str(file)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "GGMLB_BACKEND_PATH": str(file), **env}
     return subprocess.run(command, input=typed, capture_output=True, text=True, cwd=cwd, env=env).stdout
 
 
 def test_pytest_tells(file, tmp_path):
-    out = plugin(file, "--ggmlb-ops", "log,sqr", "--ggmlb-limit", "1", cwd=tmp_path)
+    out = plugin(file, "--ggmlb-ops", "log,sqr", "--ggmlb-limit", "1", cwd=tmp_path, GITHUB_ACTIONS="true")
+    line = FAULTY.splitlines().index("    return np.zeros(7).reshape(3, 3)") + 1
+    assert f"::error file={file},line={line},title=Faulty0 test%3A log(" in out
+    assert "::error title=Faulty0 test%3A sqr(" in out
     assert ">       return np.zeros(7).reshape(3, 3)" in out
     assert "ctx.log(x0)" in out and "ctx.sqr(x0)" in out
     assert "the tail of each row" in out
