@@ -23,6 +23,7 @@ from ggmlb.models.text import (
     Placement,
     Session,
     TextModel,
+    register_architecture,
 )
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "TextModel",
     "default_model_dir",
     "default_text_model",
+    "register_architecture",
 ]

@@ -22,6 +22,7 @@ COPIED = (
     "ggmlb",
     "docs",
     "pyproject.toml",
+    "tests/__init__.py",
     "tests/conftest.py",
     "tests/conformance",
     "tests/support",
@@ -313,3 +314,165 @@ def test_a_new_model(tree: Tree) -> None:
     tree.replace(names, "\n__all__ = [", 'from ggmlb.models.toy import Toy\n\n__all__ = ["Toy", ')
     tree.run("-c", MODEL_PROGRAM)
     tree.check("A new model")
+
+
+ARCHITECTURE = '''
+"""Toy: layers of different sizes, every other one without RoPE, a feed-forward part of its own."""
+
+from dataclasses import dataclass, replace
+
+from ggmlb import RopeType
+from ggmlb.models import register_architecture
+from ggmlb.models.text.blocks import Block, Slices, Weight, attentions, pre_norm, sliding_windows
+from ggmlb.models.text.config import TextConfig
+
+
+@dataclass(frozen=True)
+class Squared(Block):
+    """The square of what is positive."""
+
+    output = "ffn_out"
+    n_ff: int
+
+    def weights(self, n_embd):
+        up, down = (Slices(axis, (1,), self.n_ff, "ff") for axis in (1, 0))
+        return [
+            Weight("ffn_up.weight", (self.n_ff, n_embd), "product", up),
+            Weight("ffn_down.weight", (n_embd, self.n_ff), "product", down),
+        ]
+
+    def apply(self, graph, layer, x):
+        y = graph.ctx.sqr(graph.ctx.relu(graph.product(f"blk.{layer}.ffn_up", x)))
+        return graph.product(f"blk.{layer}.ffn_down", graph.label(f"blk.{layer}.ffn_act", y))
+
+
+@register_architecture("toy")
+def toy(keys):
+    sizes = zip(sliding_windows(keys, 2), keys.counts("feed_forward_length"), strict=True)
+    layers = [
+        pre_norm(replace(a, window=window, rope=None if i % 2 else a.rope), Squared(n_ff))
+        for i, (a, (window, n_ff)) in enumerate(zip(attentions(keys, RopeType.NORMAL), sizes, strict=True))
+    ]
+    return TextConfig.read(keys, layers, logit_scale=keys.real("logit_scale", 1.0))
+'''.lstrip()
+ARCHITECTURE_PROGRAM = """
+from pathlib import Path
+import numpy as np
+import ggmlb
+from ggmlb.models import TextModel
+from tests.support.gguf_files import write_gguf
+from tests.support.text_models import N_VOCAB, vocabulary
+
+HEADS, KV_HEADS, FF, WINDOW, N, KEY = (4, 2, 6), (2, 1, 6), (64, 32, 96), 3, 32, 8
+rng = np.random.default_rng(0)
+w = {"token_embd": rng.standard_normal((N_VOCAB, N)), "output_norm": rng.uniform(0.5, 2, N)}
+for i, (heads, kv, ff) in enumerate(zip(HEADS, KV_HEADS, FF)):
+    shapes = {"attn_q": (heads * KEY, N), "attn_k": (kv * KEY, N), "attn_v": (kv * KEY, N)}
+    shapes |= {"attn_output": (N, heads * KEY), "ffn_up": (ff, N), "ffn_down": (N, ff)}
+    w |= {f"blk.{i}.{k}": rng.standard_normal(s) / s[1] ** 0.5 for k, s in shapes.items()}
+    w |= {f"blk.{i}.{k}": rng.uniform(0.5, 2, N) for k in ("attn_norm", "ffn_norm")}
+keys = {
+    "context_length": 64, "embedding_length": N, "block_count": 3, "attention.key_length": KEY,
+    "attention.head_count": np.array(HEADS, np.int32),
+    "attention.head_count_kv": np.array(KV_HEADS, np.int32),
+    "feed_forward_length": np.array(FF, np.int32), "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.sliding_window": WINDOW, "logit_scale": 0.5,
+}
+keys = {"general.architecture": "toy", **{f"toy.{k}": v for k, v in keys.items()}, **vocabulary()}
+path = write_gguf(Path("toy.gguf"), keys, {f"{k}.weight": v.astype(np.float32) for k, v in w.items()})
+
+def norm(name, x):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w[name]
+
+def rotated(x):
+    angle = np.arange(len(x))[:, None, None] * 10000.0 ** (-np.arange(0, KEY, 2) / KEY)
+    even, odd = x[..., ::2], x[..., 1::2]
+    parts = even * np.cos(angle) - odd * np.sin(angle), even * np.sin(angle) + odd * np.cos(angle)
+    return np.stack(parts, -1).reshape(x.shape)
+
+def logits(ids):
+    x, weights = w["token_embd"][ids], []
+    distance = np.arange(len(ids))[:, None] - np.arange(len(ids))
+    for i, (heads, kv) in enumerate(zip(HEADS, KV_HEADS)):
+        h = norm(f"blk.{i}.attn_norm", x)
+        q, k, v = ((h @ w[f"blk.{i}.attn_{p}"].T).reshape(len(ids), -1, KEY) for p in "qkv")
+        q, k = (q, k) if i % 2 else (rotated(q), rotated(k))
+        k, v = (np.repeat(y, heads // kv, axis=1) for y in (k, v))
+        scores = np.einsum("qhd,khd->hqk", q, k) / KEY**0.5
+        scores[:, (distance < 0) | ((distance >= WINDOW) & (i % 2 == 0))] = -np.inf
+        weights.append(np.exp(scores - scores.max(-1, keepdims=True)))
+        weights[-1] /= weights[-1].sum(-1, keepdims=True)
+        mixed = np.einsum("hqk,khd->qhd", weights[-1], v).reshape(len(ids), -1)
+        x = x + mixed @ w[f"blk.{i}.attn_output"].T
+        h = norm(f"blk.{i}.ffn_norm", x) @ w[f"blk.{i}.ffn_up"].T
+        x = x + np.maximum(h, 0) ** 2 @ w[f"blk.{i}.ffn_down"].T
+    return norm("output_norm", x) @ w["token_embd"].T * 0.5, weights
+
+ids = [1, 300, 270, 281, 290, 265, 277]
+expected, weights = logits(ids)
+pairs = [["OpenCL0+CPU", "CPU"]] if "OpenCL0" in {device.name for device in ggmlb.devices()} else []
+for devices in [["CPU"], *pairs]:
+    with TextModel(path, devices, n_ctx=64, kv_type="f32") as model:
+        np.testing.assert_allclose(model.logits(ids), expected, atol=1e-3)
+        found = model.generate(ids, max_tokens=3, temperature=0, ignore_eos=True).tokens
+        for n in range(3):
+            assert found[n] == logits([*ids, *found[:n]])[0][-1].argmax()
+        forecast, allocated = model.memory
+        assert forecast == allocated
+        if devices == ["CPU"]:
+            traced = model.trace(ids, "blk.*.attn_weights")
+            for i in range(3):
+                np.testing.assert_allclose(traced[f"blk.{i}.attn_weights"], weights[i], atol=1e-4)
+            adapter = model.new_adapter(rank=4, seed=0)
+            epochs = model.finetune(adapter, "abc def ghi " * 20, n_epochs=3, n_ctx=16, n_batch=2)
+            assert epochs[-1].train.loss < epochs[0].train.loss
+path.unlink()
+"""
+
+
+def test_a_new_architecture_of_another_package(tree: Tree) -> None:
+    """Found by its entry point; layers differ in heads, KV heads, hidden sizes, windows and RoPE."""
+    tree.write("ggmlb_toy.py", ARCHITECTURE)
+    tree.write("ggmlb_toy-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: ggmlb_toy\nVersion: 1.0\n")
+    tree.write("ggmlb_toy-1.0.dist-info/entry_points.txt", "[ggmlb.architectures]\ntoy = ggmlb_toy:toy\n")
+    tree.run("-c", ARCHITECTURE_PROGRAM)
+    assert all(path.startswith("ggmlb_toy") for path in tree.changed())
+
+
+ARCHITECTURE_HERE = '''
+"""A toy architecture, whose layers are those of Llama."""
+
+from __future__ import annotations
+
+from ggmlb import RopeType
+from ggmlb.models.text.architectures import register_architecture
+from ggmlb.models.text.blocks import attentions, feed_forwards, pre_norm
+from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.keys import Keys
+
+
+@register_architecture("toy")
+def toy(keys: Keys) -> TextConfig:
+    """Read a model."""
+    return TextConfig.read(keys, map(pre_norm, attentions(keys, RopeType.NORMAL), feed_forwards(keys)))
+'''.lstrip()
+ARCHITECTURE_HERE_PROGRAM = """
+from pathlib import Path
+from ggmlb.models import TextModel
+from tests.support.text_models import write_text_model
+
+tokens = []
+for kind in ("toy", "llama"):
+    path = write_text_model(Path("toy.gguf"), kind)
+    with TextModel(path, ["CPU"], n_ctx=64) as model:
+        tokens.append(model.generate([1, 300, 270], max_tokens=5, temperature=0, ignore_eos=True).tokens)
+    path.unlink()
+assert len(tokens[0]) == 5 and tokens[0] == tokens[1]
+"""
+
+
+def test_a_new_architecture(tree: Tree) -> None:
+    tree.write("ggmlb/models/text/architectures/toy.py", ARCHITECTURE_HERE)
+    tree.replace("tests/support/text_models.py", '\n    "llama": {},', '\n    "llama": {},\n    "toy": {},')
+    tree.run("-c", ARCHITECTURE_HERE_PROGRAM)
+    tree.check("A new architecture")

@@ -1,6 +1,7 @@
 """Language models: tokens to logits and text, on any devices."""
 
 from ggmlb.models.text.adapter import Adapter
+from ggmlb.models.text.architectures import register_architecture
 from ggmlb.models.text.compare import Comparison, Differences
 from ggmlb.models.text.generation import Generation
 from ggmlb.models.text.inside import LogitLens
@@ -21,4 +22,5 @@ __all__ = [
     "Placement",
     "Session",
     "TextModel",
+    "register_architecture",
 ]
