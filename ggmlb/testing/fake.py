@@ -25,6 +25,7 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device, Event, GraphPlan
 from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import HostBuffer, aligned_empty
+from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.testing.memory import POISON
 
 Declines = Callable[[Tensor], "str | None"]
@@ -48,11 +49,13 @@ class FakeReg(BackendReg):
         events: bool = True,
         async_copies: bool = True,
         device_type: DeviceType | str = DeviceType.GPU,
+        host_buffer: bool = False,
     ) -> None:
         self.calls: list[str] = []
         self.device_type = as_enum("FakeReg", DeviceType, device_type)
         self.events = events
         self.async_copies = async_copies
+        self.host_buffer = host_buffer
         self._devices = [FakeDevice(self, i, declines, capacity) for i in range(n_devices)]
 
     @property
@@ -98,8 +101,8 @@ class FakeDevice(Device):
 
     @property
     def caps(self) -> Caps:
-        """Capabilities: asynchronous, and with events if the registration was created so."""
-        return Caps(async_=True, events=self._reg.events)
+        """Capabilities: asynchronous; with events, and host memory, if the registration was created so."""
+        return Caps(async_=True, events=self._reg.events, host_buffer=self._reg.host_buffer)
 
     @property
     def reg(self) -> FakeReg:
@@ -110,6 +113,11 @@ class FakeDevice(Device):
     def buffer_type(self) -> FakeBufferType:
         """Memory of this device only."""
         return self._buft
+
+    @property
+    def host_buffer_type(self) -> BufferType | None:
+        """The CPU's memory, if the registration was created with host memory."""
+        return cpu_buffer_type() if self._reg.host_buffer else None
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> FakeBackend:
         """Open a stream; there are no parameters."""

@@ -29,7 +29,8 @@ class Bench:
     def __init__(self, stack: ExitStack, reg: FakeReg) -> None:
         self.stack = stack
         self.reg = reg
-        self.gpu0, self.gpu1 = (stack.enter_context(d.init_backend()) for d in reg.devices[:2])
+        streams = [stack.enter_context(d.init_backend()) for d in reg.devices[:2]]
+        self.gpu0, self.gpu1 = streams[0], streams[-1]
         self.cpu = stack.enter_context(init_by_name("CPU"))
         self.random = np.random.default_rng(0)
 

@@ -7,15 +7,15 @@ import pytest
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import BufferUsage, Op
-from ggmlb.core.errors import AllocationError, ArgumentError, BackendError
+from ggmlb.core.enums import BufferUsage, Op, Status
+from ggmlb.core.errors import AllocationError, ArgumentError, BackendError, SanitizerError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
 from ggmlb.interface.registry import init_by_name
 from ggmlb.runtime.alloc import alloc_ctx_tensors, alloc_ctx_tensors_size
 from ggmlb.runtime.compile.assign import Cause
-from ggmlb.runtime.scheduler import Scheduler
+from ggmlb.runtime.scheduler import Scheduler, execute
 from ggmlb.testing.fake import FakeBackend, FakeReg
 
 N_EXPERTS, WIDTH = 8, 4
@@ -197,6 +197,85 @@ def test_offloaded_weights_share_memory_one_after_another(offloading):
         sched.alloc_graph(graph)
         assert [len(s.inputs) for s in sched.splits] == [2] + [1] * 9
         assert sched.buffer_size(offloading.gpu0) == sizes[0] < 3 * 64 * 64 * 4
+
+
+@pytest.fixture
+def prefetching(make_bench, monkeypatch):
+    """As `offloading`, with pinned memory."""
+    bench = make_bench(FakeReg(1, host_buffer=True))
+    monkeypatch.setattr(type(bench.reg.devices[0]), "offload_op", lambda self, op: op.op is Op.MUL_MAT)
+    return bench
+
+
+def products(bench, n_layers: int) -> tuple[Tensor, Tensor, Graph, list[Tensor]]:
+    """`x + w x`, `n_layers` times, with weights in host memory."""
+    c = Context()
+    weights = [bench.weight(bench.cpu, 64, 64, name=f"w{i}") for i in range(n_layers)]
+    x = y = c.set_input(c.new_tensor(DType.F32, (64, 3), name="x"))
+    for w in weights:
+        y = c.add(c.mul_mat(w, y), y)
+    return x, c.set_output(y), Graph().build_forward_expand(y), weights
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_next_weight_is_uploaded_while_a_split_computes(prefetching, monkeypatch, parallel, sanitizer):
+    uploads = Uploads(monkeypatch)
+    x, y, graph, weights = products(prefetching, 6)
+    random = np.random.default_rng(1)
+    with Scheduler([prefetching.gpu0, prefetching.cpu], parallel=parallel) as sched:
+        sched.alloc_graph(graph)
+        assert [[i.tensor.name for i in s.next_weights] for s in sched.splits] == [
+            [f"w{i}"] for i in range(1, 6)
+        ] + [[]]
+        for _ in range(3):
+            data = random.standard_normal((3, 64), np.float32)
+            x.set(data)
+            sched.graph_compute(graph)
+            for w in weights:
+                data = data + data @ w.to_numpy().T
+            np.testing.assert_allclose(y.to_numpy(), data, rtol=1e-4, atol=1e-3)
+        assert [name for name, *_ in uploads.ranges if name != "x"] == [f"w{i}" for i in range(6)] * 3
+        assert 3 * 64 * 64 * 4 > sched.buffer_size(prefetching.gpu0) > 2 * 64 * 64 * 4  # of two weights
+    calls = [call for call in prefetching.reg.calls if "event" not in call]
+    assert len(calls) == 3 * (1 + 6 + 6)
+
+
+@pytest.mark.parametrize("left_out", ["begin", "wait"])
+def test_uploads_of_weights_are_ordered_on_both_sides(prefetching, monkeypatch, left_out):
+    """Without one of the waits, the sanitizer finds a copy or a read that may be too early."""
+    x, _, graph, _ = products(prefetching, 6)
+    monkeypatch.setattr(execute.Uploads, left_out, lambda self: None)
+    with Scheduler([prefetching.gpu0, prefetching.cpu], sanitize=True) as sched:
+        sched.alloc_graph(graph)
+        x.set(np.ones((3, 64), np.float32))
+        with pytest.raises(SanitizerError):
+            sched.graph_compute(graph)
+
+
+def test_after_a_stopped_computation_weights_are_uploaded_anew(prefetching):
+    x, y, graph, weights = products(prefetching, 6)
+    with Scheduler([prefetching.gpu0, prefetching.cpu]) as sched:
+        sched.alloc_graph(graph)
+        x.set(np.ones((3, 64), np.float32))
+        sched.set_eval_callback(lambda node, ask: ask == (node is graph.nodes[2]))
+        assert sched.graph_compute(graph) is Status.ABORTED
+        ran = [call for call in prefetching.reg.calls if "writes" in call]
+        assert {call.rpartition("#")[2] for call in ran} == {"x", "w0", "w1"}
+        sched.set_eval_callback(None)
+        sched.graph_compute(graph)
+        data = np.ones((3, 64))
+        for w in weights:
+            data = data + data @ w.to_numpy().T
+        np.testing.assert_allclose(y.to_numpy(), data, rtol=1e-4)
+
+
+def test_weights_are_uploaded_in_order_where_the_device_cannot_prefetch(make_bench, monkeypatch):
+    bench = make_bench(FakeReg(1, host_buffer=True, events=False))
+    monkeypatch.setattr(type(bench.gpu0.device), "offload_op", lambda self, op: op.op is Op.MUL_MAT)
+    _, _, graph, _ = products(bench, 3)
+    with Scheduler([bench.gpu0, bench.cpu]) as sched:
+        sched.alloc_graph(graph)
+        assert not any(split.next_weights for split in sched.splits)
 
 
 @pytest.mark.parametrize(

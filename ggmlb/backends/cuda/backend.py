@@ -110,7 +110,8 @@ class CudaBackend(GpuBackend):
         """As `GpuBackend._queue_move`.
 
         Copies of pageable memory block in CUDA, so they use the transfer stream: other threads may use this
-        stream meanwhile.
+        stream meanwhile. Writes follow this stream's work, not that of others: weights are uploaded while
+        another stream computes.
         """
         buffer = cast("CudaBuffer | None", self._own(tensor))
         if buffer is None or not can_pitch(where):
@@ -119,7 +120,8 @@ class CudaBackend(GpuBackend):
         with cuda_errors(self._driver, what), self.device.on(), self._timed(tensor):
             is_staged = is_write and host.size <= STAGED_NBYTES
             if not is_staged and not self._driver.is_pinned(host):
-                buffer.copy(what, kind, tensor.offset, host, where)
+                after = [self.stream] if is_write else list(buffer.streams)
+                buffer.copy(what, kind, tensor.offset, host, where, after)
                 return True
             with self.stream.lock:
                 buffer.queue(kind, tensor.offset, host, where, self.stream.handle)

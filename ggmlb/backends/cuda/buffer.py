@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -121,10 +122,20 @@ class CudaBuffer(GpuBuffer):
         driver.copy_2d(*to, *source, size, n, kind, stream)
 
     def copy(
-        self, call: str, kind: CopyKind, start: int, host: npt.NDArray[Any], where: int | Pieces = 0
+        self,
+        call: str,
+        kind: CopyKind,
+        start: int,
+        host: npt.NDArray[Any],
+        where: int | Pieces = 0,
+        after: Sequence[Stream] | None = None,
     ) -> None:
-        """Copy `host` to or from the buffer, after all work that uses it; return when the copy is done."""
-        self._transfer(call, lambda stream: self.queue(kind, start, host, where, stream))
+        """Copy `host` to or from the buffer, and return when the copy is done.
+
+        It follows the work queued on the streams `after`; by default, all work that uses the buffer.
+        """
+        after = list(self.streams) if after is None else after
+        self._transfer(call, lambda stream: self.queue(kind, start, host, where, stream), after)
 
     def _move(self, call: str, kind: CopyKind, tensor: Tensor, host: Bytes, where: int | Pieces) -> None:
         self.copy(f"{call} on {tensor.describe()}", kind, tensor.offset, host, where)
@@ -150,6 +161,7 @@ class CudaBuffer(GpuBuffer):
         self._transfer(
             f"fill {nbytes:,} bytes on {self.name}",
             lambda stream: driver.fill(self.address + offset, value, nbytes, stream),
+            list(self.streams),
         )
 
     def can_copy(self, src: Tensor, dst: Tensor) -> bool:
@@ -161,15 +173,15 @@ class CudaBuffer(GpuBuffer):
         assert isinstance(source, CudaBuffer)
         self.device.peers.enable(source.device, self.device)
         what = f"copy {src.describe()} to {dst.describe()}"
-        self._transfer(what, lambda stream: queue_copy(src, dst, stream), source)
+        streams = [*self.streams, *source.streams]
+        self._transfer(what, lambda stream: queue_copy(src, dst, stream), streams)
 
-    def _transfer(self, call: str, queue: Any, *others: CudaBuffer) -> None:
-        """Queue a transfer after the work that uses the buffers, and wait for it."""
+    def _transfer(self, call: str, queue: Any, after: Sequence[Stream]) -> None:
+        """Queue a transfer after the work queued on streams, and wait for it."""
         device = self.device
         with cuda_errors(device.driver, call), device.on():
             stream = device.transfers
-            for buffer in (self, *others):
-                stream.wait_for(list(buffer.streams))
+            stream.wait_for(after)
             queue(stream.handle)
             stream.synchronize()
 
@@ -230,7 +242,7 @@ def _arrives(source: CudaDevice, target: CudaDevice) -> bool:
         src.copy("write a pattern", CopyKind.TO_DEVICE, 0, pattern)
         dst.copy("write no pattern", CopyKind.TO_DEVICE, 0, out)
         ends = dst.address, target.index, src.address, source.index
-        dst._transfer("copy a pattern", lambda stream: driver.copy_peer(*ends, out.nbytes, stream), src)
+        dst._transfer("copy a pattern", lambda stream: driver.copy_peer(*ends, out.nbytes, stream), [])
         dst.copy("read a pattern", CopyKind.TO_HOST, 0, out)
     return np.array_equal(out, pattern)
 

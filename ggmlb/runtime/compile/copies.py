@@ -15,7 +15,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
 from ggmlb.runtime.compile.read import IndexedGraph
-from ggmlb.runtime.compile.split import Split
+from ggmlb.runtime.compile.split import Split, SplitInput
 
 
 def insert_copies(user: IndexedGraph, ids: list[int], splits: Sequence[Split]) -> IndexedGraph:
@@ -46,26 +46,33 @@ class _CopiedGraph(IndexedGraph):
 
     def add(self, split: Split) -> None:
         """Append a split's copies and its nodes in order, and let its nodes read the copies."""
-        nodes, bases, (begins, ends) = self._nodes, self.bases, self.spans
+        nodes = self._nodes
         nodes += split.view_numbers
         self._clone(split.view_numbers)
         for item in split.inputs:
-            i = item.number
-            copies = [self._append(copy, split.backend_id, flags=copy.flags) for copy in item.copies]
-            (nodes if len(copies) == 1 else self._leafs).extend(copies)
-            for reader in item.readers:
-                for edge in range(begins[reader], ends[reader]):
-                    if self.sources[edge] == i:
-                        self.sources[edge] = copies[0]
-            # A view without an op: it only keeps the source from being reused before it is copied.
-            base = i if bases[i] < 0 else bases[i]
-            nodes.append(self._append(_view_of(self.tensors[i]), self._ids[i], base, [i]))
+            if not item.is_prefetched:
+                self._add_copies(item, split.backend_id)
+        for item in split.next_weights:  # before this split's nodes: in memory that it does not use
+            self._add_copies(item, split.backend_id)
         self._clone(split.numbers)
         split.ordered = self._ordered(split)
         nodes += split.ordered
         n, computes = len(self._user.tensors), self._user.computes
         split.ordered = [i for i in split.ordered if i < n]
         split.order = [i for i in split.ordered if computes[i]]
+
+    def _add_copies(self, item: SplitInput, b: int) -> None:
+        """Append an input's copies, and let its readers read them."""
+        nodes, bases, (begins, ends), i = self._nodes, self.bases, self.spans, item.number
+        copies = [self._append(copy, b, flags=copy.flags) for copy in item.copies]
+        (nodes if len(copies) == 1 else self._leafs).extend(copies)
+        for reader in item.readers:
+            for edge in range(begins[reader], ends[reader]):
+                if self.sources[edge] == i:
+                    self.sources[edge] = copies[0]
+        # A view without an op: it only keeps the source from being reused before it is copied.
+        base = i if bases[i] < 0 else bases[i]
+        nodes.append(self._append(_view_of(self.tensors[i]), self._ids[i], base, [i]))
 
     def finish(self) -> None:
         """Set the attributes of the whole graph."""

@@ -32,6 +32,7 @@ class SplitInput:
         is_staged: Whether it is an input of the graph, assigned to a device but kept in host memory.
         is_constant: Whether it is a weight that the graph does not write.
         has_experts: Whether it holds experts' weights, of which its only reader selects some.
+        is_prefetched: Whether it is uploaded while an earlier split computes (`Split.next_weights`).
         readers: Numbers of the nodes on the split's device that read it.
     """
 
@@ -41,6 +42,7 @@ class SplitInput:
         "copies",
         "has_experts",
         "is_constant",
+        "is_prefetched",
         "is_staged",
         "number",
         "readers",
@@ -56,6 +58,7 @@ class SplitInput:
         self.is_staged = False
         self.is_constant = False
         self.has_experts = False
+        self.is_prefetched = False
         self.readers: list[int] = []
 
     @property
@@ -94,6 +97,7 @@ class Split:
         order: The computed ones, in that order.
         inputs: The tensors copied to it first.
         marks: The backend's annotations of the nodes (`Graph.marks`).
+        next_weights: Inputs of the next split on the backend that are uploaded while this one computes.
         plans: The plan for each of the copies; `None` until first computed.
         after: Indices of backends with shared memory whose earlier work must be finished first.
         reads_user_input: Whether it reads an input of the graph in place.
@@ -106,6 +110,7 @@ class Split:
         "backend_id",
         "inputs",
         "marks",
+        "next_weights",
         "numbers",
         "order",
         "ordered",
@@ -124,6 +129,7 @@ class Split:
         self.order: list[int] = []
         self.inputs: list[SplitInput] = []
         self.marks: dict[Tensor, object] = {}
+        self.next_weights: list[SplitInput] = []
         self.plans: list[GraphPlan | None] = [None]
         self.after: tuple[int, ...] = ()
         self.reads_user_input = False
@@ -270,6 +276,23 @@ class _Splitter:
                 if self._is_weight(root):
                     item.is_constant = graph.ops[root] is Op.NONE and root not in graph.written
                     item.has_experts = item.is_constant and self._has_experts(item, split)
+        self._prefetch()
+
+    def _prefetch(self) -> None:
+        """Let weights in host memory be uploaded while the split before computes.
+
+        The device must have pinned memory, from which copies run beside its work, and events to order them.
+        """
+        before: dict[int, Split] = {}
+        for split in self.splits:
+            caps, earlier = split.backend.device.caps, before.get(split.backend_id)
+            if earlier is not None and caps.host_buffer and caps.async_ and caps.events:
+                for item in split.inputs:
+                    buffer = self._graph.buffers[item.number]
+                    if item.is_constant and not item.has_experts and buffer is not None and buffer.is_host:
+                        item.is_prefetched = True
+                        earlier.next_weights.append(item)
+            before[split.backend_id] = split
 
     def _wants_new_split(self, sources: Sequence[int], split: Split) -> bool:
         """Whether a node with these sources should begin a new split on the same backend.

@@ -3,7 +3,8 @@
 Work on one backend runs in queue order. A split's inputs from other memory are copied
 
 - from host memory: as bytes that do not change any more (a weight, or a snapshot), queued on the device
-  that reads them, without a wait;
+  that reads them, without a wait; weights, where the device can, on a stream of their own, while the device
+  computes the split before (`Uploads`);
 - from a device, with several copies: queued on the source, which waits on the device until the reader has
   finished with the same copy; the reader waits for the copy;
 - otherwise by `tensor_copy_async`, which is ordered after earlier and before later work on both sides.
@@ -70,6 +71,7 @@ class Executor:
         ]
         self._index = {id(b): i for i, b in enumerate(backends)}
         self._staging = [Staging(b) for b in backends]
+        self._uploads: dict[int, Uploads] = {}
 
     def compute(self, executable: Executable, callback: EvalCallback | None) -> Status:
         """Queue all splits, waiting only where order needs it; `callback` may ask to see nodes.
@@ -84,7 +86,7 @@ class Executor:
         finally:
             self.is_busy = False
             if status is not Status.SUCCESS:  # no event follows the queued work, which may still run
-                for backend in self._backends:
+                for backend in (*self._backends, *[uploads.stream for uploads in self._uploads.values()]):
                     with suppress(Error):
                         backend.synchronize()
         return status
@@ -101,12 +103,16 @@ class Executor:
             if split.inputs:
                 experts = experts or ExpertCopies(executable, c)
                 self._copy_in(split, c, experts, waits, last_sent)
+            if split.next_weights:
+                self._uploads_of(b).begin()
             if callback is None:
                 status = split.backend.graph_plan_compute(executable.plan(index, c))
             else:
                 status = _compute_watched(split, executable.graph, executable.graphs(c)[index], callback)
             if status is not Status.SUCCESS:
                 return status
+            if split.next_weights:
+                self._uploads[b].queue(split.next_weights)
             if split.reads_user_input and self._is_async[b]:
                 waits[b] = None
         for b in last_sent:
@@ -126,7 +132,9 @@ class Executor:
         self.copy = 0
 
     def free(self) -> None:
-        """Free the events that order the splits."""
+        """Free the events that order the splits, and the streams of uploads."""
+        for uploads in self._uploads.values():
+            uploads.free()
         for event in (*self._marks, *(e for events in self._has_read for e in events)):
             if event is not None and not event.is_freed:
                 event.free()
@@ -143,7 +151,11 @@ class Executor:
     ) -> None:
         b, backend = split.backend_id, split.backend
         senders: dict[int, None] = {}
+        if any([item.is_prefetched for item in split.inputs]):
+            self._uploads[b].wait()
         for item in split.inputs:
+            if item.is_prefetched:
+                continue
             owner, src = self._index[id(item.backend)], item.tensor
             buffer = src.buffer
             assert buffer is not None
@@ -163,6 +175,12 @@ class Executor:
                     waits[b] = None
         for owner in senders:
             self._order(owner, b)
+
+    def _uploads_of(self, b: int) -> Uploads:
+        """Return the uploads of weights to a backend, whose stream is opened at first use."""
+        if b not in self._uploads:
+            self._uploads[b] = Uploads(self._backends[b])
+        return self._uploads[b]
 
     def _upload(self, item: SplitInput, buffer: Buffer, split: Split, owner: int) -> None:
         """Queue a copy from host memory, of a constant or of a snapshot."""
@@ -215,6 +233,45 @@ def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: E
         if not answer("the eval callback", callback(shown, False)):
             return Status.ABORTED
     return backend.graph_compute(graph.view(done, len(graph))) if done < len(graph) else Status.SUCCESS
+
+
+class Uploads:
+    """Weights of a device's next split, copied by a second stream while the device computes.
+
+    Their memory is none that the running split uses, but splits before it may have used it: copies begin
+    after these (`begin`), and the split that reads the weights begins after the copies (`wait`).
+
+    Attributes:
+        stream: The stream that copies.
+    """
+
+    def __init__(self, reader: Backend) -> None:
+        self._reader = reader
+        self.stream = reader.device.init_backend()
+        self._may_begin, self._done = (reader.device.event_new() for _ in range(2))
+
+    def begin(self) -> None:
+        """Order later copies after the reader's work queued so far."""
+        self._reader.event_record(self._may_begin)
+        self.stream.event_wait(self._may_begin)
+
+    def queue(self, weights: Sequence[SplitInput]) -> None:
+        """Queue copies of weights from host memory."""
+        for item in weights:
+            src, buffer = item.tensor, item.tensor.buffer
+            assert buffer is not None
+            self.stream.set_tensor_async(item.copy, buffer.base[src.offset : src.offset + src.nbytes])
+        self.stream.event_record(self._done)
+
+    def wait(self) -> None:
+        """Order later work of the reader after the copies."""
+        self._reader.event_wait(self._done)
+
+    def free(self) -> None:
+        """Free the stream and its events."""
+        for each in (self._may_begin, self._done, self.stream):
+            if not each.is_freed:
+                each.free()
 
 
 MOST_LOCKED: Final = 256 << 20
