@@ -6,7 +6,7 @@ the command line, with a different exit status for each outcome ([ggmlb test](..
     ggmlb test -d OpenCL0 -o mul_mat,rope,soft_max --limit 3 --format junit --output report.xml
 
 With pytest: `pytest --pyargs ggmlb.testing --ggmlb-device OpenCL0`. Complete files for GitHub and GitLab:
- [Conformance](../conformance.md#in-a-ci-runner).
+[In a CI runner](../ci.md).
 """
 
 import sys

@@ -27,7 +27,7 @@ from ggmlb.cli.options import (
 
 if TYPE_CHECKING:
     from ggmlb.interface import Device
-    from ggmlb.testing.baseline import Change, Measured
+    from ggmlb.testing.baseline import Measured, SpeedChange
     from ggmlb.testing.speed import Figure
 
 
@@ -73,7 +73,7 @@ def bench(
     plain.note_devices((device.name for device in found), devices)
     measured: list[tuple[Device, list[Figure]]] = []
     records: dict[tuple[str, str], Measured] = {}
-    changes: list[Change] = []
+    changes: list[SpeedChange] = []
     is_stopped, names = False, speed.names()
     n_more = ROUNDS - 1 if save is not None else 0
     total = len(found) * len(names) * (1 + n_more)
@@ -149,7 +149,7 @@ def _record(device: Device, figure: Figure) -> Measured | None:
     return Measured(device.name, figure.name, figure.unit, figure.samples) if figure.samples else None
 
 
-def _finite(change: Change) -> dict[str, Any]:
+def _finite(change: SpeedChange) -> dict[str, Any]:
     return {
         "unit": change.now.unit,
         "value": change.now.value,
@@ -160,7 +160,7 @@ def _finite(change: Change) -> dict[str, Any]:
     }
 
 
-def _rows(records: Sequence[Measured], changes: Sequence[Change]) -> list[tuple[str, ...]]:
+def _rows(records: Sequence[Measured], changes: Sequence[SpeedChange]) -> list[tuple[str, ...]]:
     from ggmlb.cli.tables import three_digits
 
     by_name = {(c.now.device, c.now.name): c for c in changes}
@@ -181,7 +181,7 @@ def _rows(records: Sequence[Measured], changes: Sequence[Change]) -> list[tuple[
     return rows
 
 
-def _print_changes(changes: Sequence[Change]) -> None:
+def _print_changes(changes: Sequence[SpeedChange]) -> None:
     columns = (
         Column("Device"), Column("Measured", wraps=True), Column("Unit"), Column("Now", right=True),
         Column("Baseline", right=True), Column("Time", right=True), Column("Noise", right=True), Column("Is"),

@@ -78,7 +78,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SpeedChange:
     """A measurement beside that of the baseline.
 
     Attributes:
@@ -139,7 +139,7 @@ class Baseline:
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"{path} is no baseline ({error}); --save writes one") from None
 
-    def change(self, now: Measured, fail_at: float = math.inf) -> Change | None:
+    def change(self, now: Measured, fail_at: float = math.inf) -> SpeedChange | None:
         """Compare a measurement with that of the baseline; `None` if the baseline has none.
 
         Args:
@@ -155,7 +155,7 @@ class Baseline:
             verdict = "slower" if slowdown > noise else "unclear"
         else:
             verdict = "faster" if 1 / ratio - 1 > max(noise, min(fail_at, 0.05)) else "same"
-        return Change(before, now, slowdown, noise, verdict)
+        return SpeedChange(before, now, slowdown, noise, verdict)
 
     def differences(self, about: About) -> list[str]:
         """Return how machine and devices differ from the baseline's, as lines of text."""
@@ -173,7 +173,7 @@ class Baseline:
 
     def measured_again(
         self, now: Measured, allowed: float, again: Callable[[], Measured | None]
-    ) -> tuple[Measured, Change | None]:
+    ) -> tuple[Measured, SpeedChange | None]:
         """Compare a measurement; while it seems slower, take it `again`, at most `ROUNDS` times in all.
 
         Returns:
