@@ -21,7 +21,8 @@ from ggmlb.backends.gpu.source import PORTABLE
 Variant = tuple[Kernel, tuple[tuple[str, str], ...], int]
 
 TABLE = Path(__file__).parents[1] / "docs/cuda-resources.md"
-CARD = Target(False, 132, 128, blas=True)
+SHARED = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
+"""Shared memory of a multiprocessor by compute capability [KB], of which a block may have all but one."""
 ABOUT = """# What the kernels take of a multiprocessor
 
 Registers of a thread and shared memory of a block, as ptxas (`nvidia-cuda-nvcc`) tells them for each
@@ -69,39 +70,46 @@ class Resources:
         return f"{text} ({self.spilled} B spilled)" if self.spilled else text
 
 
-def hot() -> dict[str, Variant]:
+def card(architecture: str) -> Target:
+    """Return a card of an architecture, as `sm_90`."""
+    capability = int(architecture.removeprefix("sm_"))
+    return Target(False, 132, 128, blas=True, capability=capability, shared=SHARED[capability] << 10)
+
+
+def hot(architecture: str = "sm_90") -> dict[str, Variant]:
     """Return the kernels that a model's speed hangs on, under the names that the table gives them."""
     found: dict[str, Variant] = {}
+    target = card(architecture)
     common = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16)
     for dtype in (*sorted(IN_SUB_BLOCKS), DType.F32, DType.F16, DType.BF16):
-        for n in (1, 8, 64) if dtype in common else (1,):
+        for n in (1, 8, 16, 64, 512) if dtype in common else (1, 64) if dtype in IN_SUB_BLOCKS else (1,):
             ctx = Context()
             w, x = ctx.new_tensor(dtype, (4096, 14336)), ctx.new_tensor(DType.F32, (4096, n))
-            for launch in _launches(ctx.mul_mat(w, x)):
+            for launch in _launches(ctx.mul_mat(w, x), target):
                 defines = dict(launch.defines)
                 many = f", {defines['COLUMNS']} columns" if int(defines.get("COLUMNS", 1)) > 1 else ""
                 _add(found, f"{launch.kernel.name} {defines.get('a_T', '')}{many}".strip(), launch)
         for n in (1, 2) if dtype in common else ():
-            for launch in _fused(dtype, n):
+            for launch in _fused(dtype, n, target):
                 _add(found, f"{launch.kernel.name} {dtype.name.lower()}, {_told(launch)}", launch)
         if dtype in common:
             experts, x = ctx.new_tensor(dtype, (4096, 1024, 8)), ctx.new_tensor(DType.F32, (4096, 1, 1))
-            for launch in _launches(ctx.mul_mat_id(experts, x, ctx.new_tensor(DType.I32, (2, 1)))):
+            for launch in _launches(ctx.mul_mat_id(experts, x, ctx.new_tensor(DType.I32, (2, 1))), target):
                 _add(found, f"{launch.kernel.name} {dict(launch.defines).get('a_T', '')}".strip(), launch)
-    for launch in _fused(DType.F16, 64):
+    for launch in _fused(DType.F16, 64, target):
         _add(found, launch.kernel.name, launch)
     for size in (64, 128, 256):
         for n_q, kv in ((1, DType.F16), (1, DType.Q8_0), (512, DType.F16), (512, DType.Q8_0)):
             ctx = Context()
             q, mask = ctx.new_tensor(DType.F32, (size, n_q, 32)), ctx.new_tensor(DType.F16, (4096, n_q))
             k, v = (ctx.new_tensor(kv, (size, 4096, 8)) for _ in "kv")
-            for launch in _launches(ctx.flash_attn_ext(q, k, v, mask, 0.1)):
+            for launch in _launches(ctx.flash_attn_ext(q, k, v, mask, 0.1), target):
                 what = "" if "combine" in launch.kernel.name else f" {kv.name.lower()}, {n_q} queries"
                 _add(found, f"{launch.kernel.name} {size}{what}", launch)
     return found
 
 
-def _fused(dtype: DType, n: int) -> list[Launch]:
+def _fused(dtype: DType, n: int, target: Target) -> list[Launch]:
     """Return the launches of a gated unit of two products with biases; of one product and a bias."""
     ctx = Context()
     x = ctx.new_tensor(DType.F32, (4096, n))
@@ -111,8 +119,10 @@ def _fused(dtype: DType, n: int) -> list[Launch]:
     ]
     last = [ctx.swiglu_split(*biased[:2]), biased[2]]
     found: list[Launch] = []
-    for item in fuse(Graph().build_forward_expand(*last), lambda group: RULES.find(group, CARD) is not None):
-        found += _launches(item) if isinstance(item, Group) else []
+    for item in fuse(
+        Graph().build_forward_expand(*last), lambda group: RULES.find(group, target) is not None
+    ):
+        found += _launches(item, target) if isinstance(item, Group) else []
     return [launch for launch in found if launch.kernel.name != "quantize_q8"]
 
 
@@ -122,8 +132,8 @@ def _told(launch: Launch) -> str:
     return f"{what}, {defines['COLUMNS']} columns" if int(defines["COLUMNS"]) > 1 else what
 
 
-def _launches(item: Item) -> list[Launch]:
-    found = lower(item, CARD, RULES)
+def _launches(item: Item, target: Target) -> list[Launch]:
+    found = lower(item, target, RULES)
     found += [launch for x in found if isinstance(x, PreparedOperand) for launch in x.made_by]
     return [step for step in found if isinstance(step, Launch)]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from cuda_resources import TABLE, Resources, Variant, complaints, hot, page
@@ -94,21 +95,22 @@ def compiled(
             why = str(error)
         log = assembled(ptx, architecture) if by_ptxas else log
     where = f"{kernel.name} {dict(defines)} for {architecture}"
-    return kernel.name, f"{where}:\n{why}" if why else "", Resources.read(log)
+    taken = Resources.read(log)
+    whole = replace(taken, shared=taken.shared + int(dict(defines).get("SHARED", 0)))
+    return kernel.name, f"{where}:\n{why}" if why else "", whole
 
 
 def main(write: bool = False, whole: bool = False) -> int:
     """Compile all; tell of kernels that fail, and where they take more, or less, than the table says."""
-    nvrtc, found, own = Nvrtc(), variants(), hot()
+    nvrtc, found = Nvrtc(), variants()
     unreached = sorted(set(kernels()) - {kernel.name for kernel, *_ in found})
-    unreached += sorted(set(kernels(PACKAGE)) - {kernel.name for kernel, *_ in own.values()})
+    unreached += sorted(set(kernels(PACKAGE)) - {kernel.name for kernel, *_ in hot().values()})
     known = [a for a in (ARCHITECTURES if whole or write else SOME) if a in nvrtc.architectures()]
-    named = [(None, variant) for variant in found] + list(own.items())
     for_portable = known if whole or write else known[:1] + known[-1:]
     jobs = [
         (name, variant, architecture)
         for architecture in known
-        for name, variant in named
+        for name, variant in [*((None, variant) for variant in found), *hot(architecture).items()]
         if name is not None or architecture in for_portable
     ]
     taken: tuple[dict[str, dict[str, Resources]], ...] = ({}, {})
@@ -134,7 +136,7 @@ def main(write: bool = False, whole: bool = False) -> int:
     print(*bad, sep="\n", end="\n" if bad else "")
     if not bad:
         n = len(kernels()) + len(kernels(PACKAGE))
-        print(f"{n} kernels in {len(named)} variants compile for {', '.join(for_portable)}")
+        print(f"{n} kernels in {len(jobs)} variants compile for {', '.join(for_portable)}")
     return int(bool(bad))
 
 

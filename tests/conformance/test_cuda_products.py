@@ -9,7 +9,7 @@ from ggmlb import Context, DType, Graph, GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.device import CudaDevice
-from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
+from ggmlb.backends.cuda.kernels.products import FEW_COLUMNS, GLU_COLUMNS
 from ggmlb.core.tensor import Tensor
 from tests.support.gpus import CUDA, device_fixture
 
@@ -24,25 +24,18 @@ WEIGHTS = [DType.F32, DType.F16, DType.BF16, DType.Q4_0, DType.Q8_0, DType.Q4_K,
 @pytest.mark.parametrize(
     ("dtype", "n", "matrices"),
     [(t, 1, 1) for t in WEIGHTS]
-    + [(DType.Q4_0, 2, 3), (DType.F16, 2, 2), (DType.Q8_0, 5, 1), (DType.F16, 7, 1)],
+    + [(DType.Q4_0, 2, 3), (DType.F16, 2, 2), (DType.Q8_0, 5, 1), (DType.F16, 7, 1), (DType.Q4_0, 40, 1)],
     ids=str,
 )
 @pytest.mark.parametrize("what", ["bias", "residual", "glu", "glu biases", "glu halves"])
 def test_products_and_what_follows_them(
     stream: CudaBackend, dtype: DType, n: int, matrices: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_product(
-        stream,
-        dtype,
-        n,
-        matrices,
-        what,
-        monkeypatch,
-        by="mul_mat_q8" if dtype.is_quantized else "mul_mat_vec16",
-    )
+    by = "mul_mat_vec16" if not dtype.is_quantized else "mul_mat_q8" if n <= FEW_COLUMNS else "mul_mat_mma"
+    check_product(stream, dtype, n, matrices, what, monkeypatch, by=by)
 
 
-@pytest.mark.parametrize(("dtype", "n"), [(DType.F16, 20), (DType.Q4_0, 40)], ids=str)
+@pytest.mark.parametrize(("dtype", "n"), [(DType.F16, 20), (DType.Q4_0, 260)], ids=str)
 @pytest.mark.parametrize("what", ["bias", "glu", "glu biases", "glu residuals"])
 def test_products_by_cublas_and_what_follows_them(
     stream: CudaBackend, dtype: DType, n: int, what: str, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Facts, address_of
+from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Facts, address_of, grid
 from ggmlb.backends.cuda.stream import Stream
 from ggmlb.backends.gpu import Kernel, Launch, layout
 from ggmlb.core.errors import BackendUnavailable
@@ -41,6 +41,9 @@ from tests.support.ptx import BACKWARD, Compiler, build
 
 POISON = 0xFF
 ALIGNMENT = 256
+
+SHARED_NBYTES = 228 << 10
+"""Shared memory of a multiprocessor."""
 
 STAGED_NBYTES = 64 << 10
 """Up to here, a copy from pageable memory returns at once; a larger one waits for the stream first."""
@@ -142,7 +145,12 @@ class HostDriver:
         return self._n
 
     def facts(self, device: int) -> Facts:
-        return Facts("Host", f"0000:0{device}:00.0", self._capability, 2, self._capacity, False)
+        place = f"0000:0{device}:00.0"
+        return Facts("Host", place, self._capability, 2, SHARED_NBYTES, self._capacity, False)
+
+    def resident(self, wg: int, shared: int) -> int:
+        """Return how many blocks a multiprocessor has room for, if they take few registers."""
+        return min(2048 // wg, SHARED_NBYTES // (shared + 1024))
 
     @contextmanager
     def on(self, device: int | None) -> Iterator[None]:
@@ -379,7 +387,8 @@ class HostDriver:
                 raise HostError(f"{name} touched memory of device {other}", 700)
             memory = [(a.address, a.address + a.array.size) for a in found]
             built = build(launch.kernel, launch.defines, launch.wg, Compiler(self._capability))
-            built.run(block, launch.groups, memory, BACKWARD)
+            groups = grid(launch, lambda: 2 * self.resident(launch.wg, built.shared + launch.shared))
+            built.run(block, groups, memory, BACKWARD, launch.shared)
 
         def call(stream: int) -> None:
             self._check("launch")

@@ -30,7 +30,7 @@ from tests.support.host_driver import HostDriver
 from tests.support.host_libraries import HostCollective
 from tests.support.host_streams import HostError, Op
 from tests.support.ptx import BACKWARD, Compiler
-from tests.support.ptx.program import SHARED, Program, Span
+from tests.support.ptx.program import Program, Span
 
 HOST = HostDriver(n_devices=int(os.environ.get("PLAYED_CARDS", "1")), capacity=8 << 30)
 
@@ -61,7 +61,8 @@ def _properties(device: int) -> dict[str, Any]:
         "integrated": int(facts.is_integrated),
         "totalGlobalMem": facts.nbytes,
     }
-    return {**about, **place, "major": major, "minor": minor, "multiProcessorCount": facts.n_units}
+    units = {"multiProcessorCount": facts.n_units, "sharedMemPerMultiprocessor": facts.shared}
+    return {**about, **place, **units, "major": major, "minor": minor}
 
 
 def _attributes(ptr: int) -> SimpleNamespace:
@@ -328,10 +329,13 @@ def install() -> None:
         cu: {
             "launchKernel": _answered("launchKernel", _launch),
             "funcGetAttribute": lambda attribute, f: (
-                {cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: _programs[f - 1][1]._ends[SHARED]}[attribute]
+                {cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: _programs[f - 1][1].shared_nbytes}[attribute]
             ),
             "funcSetAttribute": lambda f, attribute, value: ATTRIBUTES.update(
                 {(_programs[f - 1][0], attribute): value}
+            ),
+            "occupancyMaxActiveBlocksPerMultiprocessor": lambda func, blockSize, dynamicSMemSize: (
+                HOST.resident(blockSize, _programs[func - 1][1].shared_nbytes + dynamicSMemSize)
             ),
             "ctxGetCurrent": lambda: 0 if HOST.current_device is None else HOST.current_device + 1,
             "ctxSetCurrent": lambda ctx: HOST.set_current(ctx - 1 if ctx else None),

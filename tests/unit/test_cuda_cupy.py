@@ -194,7 +194,7 @@ def test_what_the_compiler_says_becomes_our_error(monkeypatch: pytest.MonkeyPatc
         (70, cupy_driver.CompileException("nvrtc: error: invalid value", "", "", ()), r"7\.5 on; .*cuda12"),
         (90, RuntimeError("Failed to find CUDA headers"), r"ggmlb\[cuda\]"),
     ):
-        facts = cupy_driver.Facts("", "", capability, 1, 0, False)
+        facts = cupy_driver.Facts("", "", capability, 1, 0, 0, False)
         monkeypatch.setattr(driver, "facts", lambda device, facts=facts: facts)
 
         class Module:

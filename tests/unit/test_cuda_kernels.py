@@ -14,6 +14,7 @@ import pytest
 from ggmlb import Context, DType
 from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.cuda.cublas import Gemm
+from ggmlb.backends.cuda.driver import grid
 from ggmlb.backends.cuda.kernels import PACKAGE, Step
 from ggmlb.backends.cuda.kernels.products import IN_SUB_BLOCKS
 from ggmlb.backends.cuda.lowering import CudaLowering
@@ -25,7 +26,16 @@ from ggmlb.testing.programs import Built, Case
 from tests.support.golden import CASES as GOLDEN
 from tests.support.ptx import Compiler, Memory
 from tests.support.ptx.machine import why_not
-from tests.support.ptx.programs import ATTENTION, CARD, attention, beside_cpu, computed, steps_of
+from tests.support.ptx.programs import (
+    ATTENTION,
+    CARD,
+    FEW,
+    TURING,
+    attention,
+    beside_cpu,
+    computed,
+    steps_of,
+)  # fmt: skip
 from tests.support.ptx.runner import Runner, place
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -71,7 +81,8 @@ def run_golden(cases: list[Case], at_least: int, capability: int) -> None:
 
 
 def test_every_kernel_is_reached_from_the_golden_programs() -> None:
-    reached = {"dequantize", "glu_added"}  # by products of more columns than these programs have
+    # By products of more columns than these programs have.
+    reached = {"dequantize", "glu_added", "mul_mat_mma"}
     for case in CASES.values():
         built = case.build()
         if case.family in FAMILIES and not any(RULES.declines(node) for node in built.graph.nodes):
@@ -117,9 +128,11 @@ def test_a_product_makes_8_bits_of_one_row_by_itself(k: int, names: list[str]) -
     """If shared memory has room for it; its groups take set after set of the weights' rows."""
     ctx = Context()
     w, x = ctx.new_tensor(DType.Q8_0, (k, 70)), ctx.new_tensor(DType.F32, (k, 1))
-    steps = beside_cpu(ctx.mul_mat(w, x), ctx, target=Target(False, 1, 128))
+    (*_, product) = steps = beside_cpu(ctx.mul_mat(w, x), ctx, target=FEW)
     assert [s.kernel.name for s in steps if isinstance(s, Launch)] == [*names, "mul_mat_q8"]
-    assert steps[-1].groups == (4, 1, 1)  # type: ignore[union-attr]
+    assert isinstance(product, Launch)
+    assert grid(product, lambda: 4) == (4, 1, 1)
+    assert product.groups == grid(product, lambda: 9) == (5, 1, 1)
 
 
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16], ids=str)
@@ -159,10 +172,11 @@ def test_vectors(dtype: DType, n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.F16], ids=str)
-def test_many_columns_go_to_cublas(dtype: DType) -> None:
+@pytest.mark.parametrize(("target", "n"), [(TURING, 40), (CARD, 256)], ids=str)
+def test_many_columns_go_to_cublas(target: Target, n: int, dtype: DType) -> None:
     ctx = Context()
-    w, x = ctx.new_tensor(dtype, (256, 19, 2)), ctx.new_tensor(DType.F32, (256, 40, 4))
-    steps = beside_cpu(ctx.mul_mat(w, x), ctx)
+    w, x = ctx.new_tensor(dtype, (256, 19, 2)), ctx.new_tensor(DType.F32, (256, n, 4))
+    steps = beside_cpu(ctx.mul_mat(w, x), ctx, target=target)
     assert isinstance(steps[-1], Gemm)
     assert steps[-1].a.dtype is DType.F16
     assert len(steps) == (3 if dtype.is_quantized else 2)
@@ -172,7 +186,7 @@ def test_many_columns_go_to_cublas(dtype: DType) -> None:
 def test_weights_become_halves_row_by_row_where_there_are_gaps(apart: bool) -> None:
     ctx = Context()
     w, x = ctx.new_tensor(DType.Q5_K, (512, 5, 3)), ctx.new_tensor(DType.F32, (512, 40, 5 if apart else 3))
-    (first, *_) = beside_cpu(ctx.mul_mat(ctx.permute(w, 0, 2, 1, 3) if apart else w, x), ctx)
+    (first, *_) = beside_cpu(ctx.mul_mat(ctx.permute(w, 0, 2, 1, 3) if apart else w, x), ctx, target=TURING)
     assert isinstance(first, Launch)
     assert (first.kernel.name, dict(first.defines)["ONE_ROW"]) == ("dequantize", str(int(not apart)))
     assert first.groups == ((1, 15, 1) if apart else (4, 1, 1))

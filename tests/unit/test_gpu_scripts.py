@@ -165,13 +165,33 @@ def test_kernels_with_much_shared_memory_are_given_all_of_it() -> None:
         CARDS + "from tests.support.played_cupy import ATTRIBUTES, cu\n"
         "ctx = Context()\n"
         "w, x = ctx.new_tensor(DType.Q4_0, (256, 8)), ctx.new_tensor(DType.F32, (256, 1))\n"
-        "y = ctx.sqr(ctx.mul_mat(w, x))\n"
+        "y, z = ctx.sqr(ctx.mul_mat(w, x)), ctx.mul_mat(w, ctx.new_tensor(DType.F32, (256, 9)))\n"
+        "alloc_ctx_tensors(ctx, streams[0])\n"
+        "streams[0].graph_compute(Graph().build_forward_expand(y, z))\n"
+        "carve_out = cu.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT\n"
+        "most = cu.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES\n"
+        "names = {carve_out: 'carve-out', most: 'most'}\n"
+        "for (name, a), value in sorted(ATTRIBUTES.items()):\n"
+        "    print(name, names[a], value if a == carve_out else value > 40_000)\n"
+    )
+    mma, q8 = "mul_mat_mma", "mul_mat_q8"
+    assert told.splitlines() == [f"{mma} most True", f"{mma} carve-out 100", f"{q8} carve-out 100"]
+
+
+def test_as_many_groups_are_launched_as_the_driver_says_run_at_once() -> None:
+    """Two multiprocessors with room for four blocks of this kernel each, where rows would make 32."""
+    told = on_two_cards(
+        CARDS + "from tests.support.played_cupy import cu\n"
+        "seen, launch = [], cu.launchKernel\n"
+        "cu.launchKernel = lambda f, x, *rest: (seen.append(x), launch(f, x, *rest))\n"
+        "ctx = Context()\n"
+        "w, x = ctx.new_tensor(DType.Q4_0, (256, 512)), ctx.new_tensor(DType.F32, (256, 1))\n"
+        "y = ctx.mul_mat(w, x)\n"
         "alloc_ctx_tensors(ctx, streams[0])\n"
         "streams[0].graph_compute(Graph().build_forward_expand(y))\n"
-        "print({(name, a == cu.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, value)"
-        " for (name, a), value in ATTRIBUTES.items()})\n"
+        "print(seen)\n"
     )
-    assert told == "{('mul_mat_q8', True, 100)}\n"
+    assert told == "[8]\n"
 
 
 def test_a_missing_library_of_the_driver_is_told_as_our_error() -> None:

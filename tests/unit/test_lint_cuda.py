@@ -27,9 +27,9 @@ def test_it_reaches_every_kernel(lint: ModuleType) -> None:
 def test_a_failure_and_a_stale_exception_are_both_errors(
     lint: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lint, "SOME", ("sm_75",))
+    monkeypatch.setattr(lint, "SOME", ("sm_80",))
     one_of_each = {kernel.name: (name, (kernel, *rest)) for name, (kernel, *rest) in lint.hot().items()}
-    monkeypatch.setattr(lint, "hot", lambda: dict(one_of_each.values()))
+    monkeypatch.setattr(lint, "hot", lambda *_: dict(one_of_each.values()))
     monkeypatch.setattr(lint, "variants", lambda: [(kernels()["arange"], (("d_T", "no_type"),), 128)])
     assert lint.main() == 1
     assert "arange" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from cupy.cuda.compiler import CompileException
 from cupy.cuda.memory import OutOfMemoryError
 
 from ggmlb.backends.cuda.cublas import library
-from ggmlb.backends.cuda.driver import OPTIONS, Call, Facts, address_of, text
+from ggmlb.backends.cuda.driver import OPTIONS, Call, Facts, address_of, grid, text
 from ggmlb.backends.gpu import Launch
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
@@ -34,7 +34,7 @@ NOT_READY = 600
 HOST_MEMORY = 1  # cudaMemoryTypeHost: page-locked
 PEER_ALREADY_ENABLED = 704
 MUCH_SHARED = 16 << 10
-"""Static shared memory of a block above which the kernel prefers the largest carve-out [bytes].
+"""Shared memory of a block above which the kernel prefers the largest carve-out [bytes].
 
 Other kernels leave more of it to the L1 cache."""
 
@@ -71,6 +71,7 @@ class CupyDriver:
     def __init__(self) -> None:
         self._functions: dict[Hashable, Any] = {}
         self._contexts: dict[int, int] = {}
+        self._n_units: dict[int, int] = {}
 
     def facts(self, device: int) -> Facts:
         props = rt.getDeviceProperties(device)
@@ -80,6 +81,7 @@ class CupyDriver:
             f"{props['pciDomainID']:04x}:{props['pciBusID']:02x}:{props['pciDeviceID']:02x}.0",
             10 * props["major"] + props["minor"],
             props["multiProcessorCount"],
+            props["sharedMemPerMultiprocessor"],
             props["totalGlobalMem"],
             bool(props.get("integrated", 0)),
         )
@@ -191,12 +193,21 @@ class CupyDriver:
         """Compile a launch's kernel by NVRTC, through CuPy's disk cache; return the call that runs it."""
         function = self._function(launch, device)
         packet = _Packet(block)
-        (x, y, z), wg, extra, run = launch.groups, launch.wg, packet.address, cu.launchKernel
+        wg, shared, extra, run = launch.wg, launch.shared, packet.address, cu.launchKernel
+        x, y, z = grid(launch, lambda: self._at_once(function, wg, shared, device))
 
         def call(stream: int, packet: _Packet = packet) -> None:
-            run(function, x, y, z, wg, 1, 1, 0, stream, 0, extra)
+            run(function, x, y, z, wg, 1, 1, shared, stream, 0, extra)
 
         return call
+
+    def _at_once(self, function: int, wg: int, shared: int, device: int) -> int:
+        """Return how many groups the device runs at once, by CUDA's occupancy of a multiprocessor."""
+        if device not in self._n_units:
+            self._n_units[device] = self.facts(device).n_units
+        with self.on(device):
+            each = int(cu.occupancyMaxActiveBlocksPerMultiprocessor(function, wg, shared))
+        return each * self._n_units[device]
 
     def prepare(self, launches: Sequence[Launch], device: int) -> None:
         """Compile the launches' kernels, with a progress display; cached ones take milliseconds each."""
@@ -217,12 +228,13 @@ class CupyDriver:
                 )
                 try:
                     function = module.get_function(name).kernel
-                    if (
-                        cu.funcGetAttribute(cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
-                        > MUCH_SHARED
-                    ):
+                    own = cu.funcGetAttribute(cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
+                    if own + launch.shared > MUCH_SHARED:
                         carve_out = cu.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
                         cu.funcSetAttribute(function.ptr, carve_out, 100)
+                    if launch.shared:
+                        most = cu.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                        cu.funcSetAttribute(function.ptr, most, launch.shared)
                     self._functions.setdefault(key, function)  # the first, if threads compile it: it is bound
                 except self.errors:
                     raise

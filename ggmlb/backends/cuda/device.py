@@ -79,8 +79,17 @@ class CudaDevice(GpuDevice):
     @cached_property
     def target(self) -> Target:
         """Properties of the card that decide how nodes are lowered: multiprocessors, block size, limits."""
-        tf32 = env.flag("GGMLB_CUDA_TF32", default=False)
-        return Target(False, self.facts.n_units, WG, max_groups=MAX_GROUPS, blas=self.has_blas, tf32=tf32)
+        facts = self.facts
+        return Target(
+            False,
+            facts.n_units,
+            WG,
+            max_groups=MAX_GROUPS,
+            blas=self.has_blas,
+            tf32=env.flag("GGMLB_CUDA_TF32", default=False),
+            capability=facts.capability,
+            shared=facts.shared,
+        )
 
     @cached_property
     def has_blas(self) -> bool:

@@ -47,6 +47,7 @@ class Facts:
         pci_bus_id: As `0000:01:00.0`.
         capability: Compute capability times ten: 90 for 9.0.
         n_units: Number of multiprocessors.
+        shared: Shared memory of a multiprocessor [bytes].
         nbytes: Its memory [bytes].
         is_integrated: Whether it shares the host's memory.
     """
@@ -55,6 +56,7 @@ class Facts:
     pci_bus_id: str
     capability: int
     n_units: int
+    shared: int
     nbytes: int
     is_integrated: bool
 
@@ -265,6 +267,12 @@ def address_of(array: npt.NDArray[Any]) -> int:
     """Return the address of a NumPy array's memory."""
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def grid(launch: Launch, at_once: Callable[[], int]) -> tuple[int, int, int]:
+    """Return a launch's groups; of those that take turns, as many as run at once (`at_once`)."""
+    x, y, z = launch.groups
+    return (min(x, max(1, -(-at_once() // (y * z)))) if launch.takes_turns else x), y, z
 
 
 OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use

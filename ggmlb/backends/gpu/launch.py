@@ -50,6 +50,8 @@ class Target:
         max_groups: Most groups in the second and third dimensions.
         blas: Whether a library computes dense products.
         tf32: Whether it may round factors of f32 to TF32.
+        capability: CUDA's compute capability times ten: 90 for 9.0; 0 for other devices.
+        shared: Shared memory of a multiprocessor [bytes]; a block may have all of it but 1 KB.
     """
 
     on_cpu: bool
@@ -59,6 +61,8 @@ class Target:
     max_groups: int = 2**31 - 1
     blas: bool = False
     tf32: bool = False
+    capability: int = 0
+    shared: int = 0
 
     def groups_for(self, n_rows: int, row_size: int) -> int:
         """Return the number of work-groups for `n_rows` rows: one each; on a CPU, at most eight per core."""
@@ -129,6 +133,9 @@ class Launch:
         args: A `Mem` for each tensor parameter, a number for each other.
         groups: Work-groups in three dimensions.
         wg: Work-items of a group.
+        shared: Shared memory of a group, beside what its text declares [bytes]; only on CUDA.
+        takes_turns: Whether groups stride over the first dimension's work, so that as many of them as the
+            device runs at once suffice; only on CUDA.
     """
 
     kernel: Kernel
@@ -136,6 +143,8 @@ class Launch:
     args: tuple[Mem | int | float, ...]
     groups: tuple[int, int, int]
     wg: int
+    shared: int = 0
+    takes_turns: bool = False
 
 
 def argument_block(launch: Launch, language: Language, base: Callable[[Mem], int] = lambda _: 0) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.cuda.driver import OPTIONS, text
+from ggmlb.backends.cuda.driver import OPTIONS, grid, text
 from ggmlb.backends.gpu import BadIndex, Defines, Kernel, Launch, Scratch, argument_block
 from ggmlb.backends.gpu.bad_index import N_WORDS
 from scripts.nvrtc import Nvrtc
@@ -27,6 +27,9 @@ from tests.support.ptx.machine import kept
 from tests.support.ptx.program import Program, PtxError, Span
 
 __all__ = ["BACKWARD", "FORWARD", "NVRTC", "Compiler", "Memory", "PtxError", "Span", "build"]
+
+AT_ONCE = 4
+"""Groups that run at once, where that is asked: few, so that they take turns."""
 
 FORWARD, BACKWARD = False, True
 """Orders in which warps and blocks have their turns."""
@@ -75,12 +78,16 @@ class Built:
     Args:
         kernel: What it is; with `defines` and `wg`, as in a `Launch`.
         compiler: Of its text.
+
+    Attributes:
+        shared: Shared memory of a block that its text declares [bytes].
     """
 
     def __init__(self, kernel: Kernel, defines: Defines, wg: int, compiler: Compiler) -> None:
         self._code, self._wg, self._compiler = text(kernel, defines, wg), wg, compiler
         self._name = f"{kernel.name} {dict(defines)}, WG {wg}"
         self._program = Program(compiler.ptx(self._code))
+        self.shared = self._program.shared_nbytes
         head = re.search(rf"KERNEL {kernel.name}\(((?:[^()]|\(\w+\))*)\)", self._code)
         assert head is not None
         self._writes = [access == "OUT" for access in re.findall(r"(IN|OUT)\(", head[1])]
@@ -91,6 +98,7 @@ class Built:
         groups: tuple[int, int, int],
         memory: Sequence[tuple[int, int]],
         order: bool = FORWARD,
+        shared: int = 0,
     ) -> None:
         """Run it.
 
@@ -99,13 +107,14 @@ class Built:
             groups: Blocks in each dimension.
             memory: For each tensor, where the memory begins and ends that may be touched by way of it.
             order: `FORWARD` or `BACKWARD`.
+            shared: Dynamic shared memory of a block.
 
         Raises:
             PtxError: It did what it must not; with the lines of its text.
         """
         spans = [Span(*span, writes) for span, writes in zip(memory, self._writes, strict=True)]
         try:
-            self._program.launch(groups, (self._wg, 1, 1), block, spans, order)
+            self._program.launch(groups, (self._wg, 1, 1), block, spans, order, shared)
         except PtxError as error:
             raise PtxError(f"{self._with_lines(str(error))}\n  in {self._name}") from None
 
@@ -162,7 +171,7 @@ class Memory:
         memory = [(a.ctypes.data, a.ctypes.data + a.size) for a in arrays]
         block = argument_block(launch, "cuda", lambda mem: int(self.array(mem).ctypes.data))
         built = build(launch.kernel, launch.defines, launch.wg, self.compiler)
-        built.run(block, launch.groups, memory, order)
+        built.run(block, grid(launch, lambda: AT_ONCE), memory, order, launch.shared)
 
 
 def alone(nbytes: int, byte: int = 0xFF) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -56,6 +56,7 @@ struct Lanes {                                             /* what they do with 
     bool writes;
     u16 special;
     u64 a[N_LANES];
+    u32 unknown[N_LANES] = {};                             /* bits of the grains read that are undefined */
     u8 *where[N_LANES];
     Cell *cell[N_LANES];
 
@@ -131,15 +132,16 @@ struct Lanes {                                             /* what they do with 
                     c.write = mine;
                     continue;
                 }
-                found |= (u32)(c.write.when < since || c.write.who & UNDEFINED) << l;
+                unknown[l] |= (u32)(c.write.when < since || c.write.who & UNDEFINED) << i;
                 if ((c.read.who & THREAD) != me || c.read.when < block_began) {
                     const int kind = unordered(c.read, me, since);
                     if (kind && kind >= unordered(c.other, me, since)) c.other = c.read;
                 }
                 c.read = mine;
             }
+            if (space == GLOBAL) unknown[l] = 0;           /* of which the host knows what is defined */
+            found |= (u32)(unknown[l] != 0) << l;
         }
-        if (space == GLOBAL) return 0;                     /* of which the host knows what is defined */
         if (found) w.unwritten = w.pc;
         return found;
     }
@@ -305,9 +307,12 @@ void load_param(Warp &w, const Insn &i)
 void load(Warp &w, const Insn &i)
 {
     Lanes from(w, (Space)i.space, (u32)i.size*i.n, false, i.operands + i.n);
-    const u32 undefined = from.touch();
+    from.touch();
+    const u32 grains = i.size/launch->grains[i.space];
     for (int e = 0; e < i.n; e++) {
         const u32 to = i.operands[e], to_size = launch->sizes[to];
+        u32 undefined = 0;
+        EACH_LANE(w) undefined |= (u32)((from.unknown[l] >> e*grains & ((1u << grains) - 1)) != 0) << l;
         EACH_LANE(w) {
             u64 value = 0;
             memcpy(&value, from.where[l] + e*i.size, i.size);

@@ -100,6 +100,7 @@ class Program:
 
     Attributes:
         arguments_nbytes: Size of its argument block.
+        shared_nbytes: Static shared memory of a block.
         lines: For each instruction the lines of its source, the innermost first, where the text tells them.
 
     Raises:
@@ -127,6 +128,7 @@ class Program:
         self._declared: dict[str, int] = {}
         self._constants: dict[tuple[int, int], int] = {}
         self._grains = [16, 16, 16, 16]
+        self.shared_nbytes = sum(s.end - s.begin for s, _ in self._variables if s.space == SHARED)
         self.lines: list[tuple[int, ...]] = []
         self._encode(list(self._statements(text[entry.end() :])))
 

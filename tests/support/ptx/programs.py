@@ -25,7 +25,8 @@ from tests.support.golden import CASES
 from tests.support.ptx import BACKWARD, FORWARD, Memory
 from tests.support.ptx.runner import Runner, place
 
-CARD = Target(False, 132, 128, blas=True)
+CARD = Target(False, 132, 128, blas=True, capability=90, shared=228 << 10)
+TURING = replace(CARD, capability=75, shared=64 << 10)
 
 
 def steps_of(item: Item, target: Target = CARD, own: bool = True) -> list[Step]:
@@ -191,7 +192,7 @@ def computed(
     """As `golden`, of a case; return its tensors too."""
     built = case.build()
     place(built.ctx)
-    target = replace(CARD, wg=wg)
+    target = replace(CARD, wg=wg, capability=memory.compiler.capability)
     steps = [step for n in built.graph.nodes for step in steps_of(n, target, own)]
     if groups:
         steps = [
@@ -222,7 +223,7 @@ SHARING = (
 )  # fmt: skip
 """Golden programs that reach the portable kernels with shared memory."""
 
-FEW, TWO = Target(False, 1, 128), Target(False, 2, 128)
+FEW, TWO = replace(CARD, n_units=1, blas=False), replace(CARD, n_units=2, blas=False)
 PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     **{f"{case}, 2 blocks": partial(golden, case, groups=2) for case in SHARING},
     **{
@@ -255,7 +256,10 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
         f"portable attention, {shape}": partial(attention, shape, DType.Q8_0, FEW, False)
         for shape in ("decode, shared keys", "prefill, shared keys")
     },
-    "q4_0, by cuBLAS": partial(product, DType.Q4_0, 256, 19, 40, CARD, 4),
+    "q4_0, by cuBLAS": partial(product, DType.Q4_0, 256, 19, 40, TURING, 4),
+    "q4_0, by tensor cores, tile after tile": partial(product, DType.Q4_0, 256 * 4, 40, 40, FEW),
+    "q4_1, by tensor cores, a part of a tile": partial(product, DType.Q4_1, 256 + 96, 150, 70, FEW),
+    "q6_k, by tensor cores, batches": partial(product, DType.Q6_K, 256 * 3, 70, 12, CARD, 4),
     **{
         f"attention, {shape}, {kv.name.lower()}": partial(attention, shape, kv)
         for shape in ATTENTION

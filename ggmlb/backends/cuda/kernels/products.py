@@ -1,9 +1,11 @@
-"""Matrix products: dp4a or vector loads for few columns, cuBLAS for many."""
+"""Matrix products: dp4a or vector loads for few columns, tensor cores for bytes or cuBLAS for many."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.rules import FLOATS
@@ -28,11 +30,37 @@ IN_SUB_BLOCKS = types_with("QUANTS", "sub_blocks.h", package=PACKAGE)
 """Quantised types that the dp4a kernels multiply as integers."""
 
 FEW_COLUMNS = 8
-"""Most columns for one pass over floating-point weights."""
+"""Most columns for one pass over the weights: of vector loads, and of dp4a where there is `mul_mat_mma`."""
 
 FEW_COLUMNS_Q8 = 32
-"""Most columns of the dp4a kernels, eight per pass over the weights; beyond, cuBLAS multiplies f16. Estimated
-from the instructions' throughput, to be measured."""
+"""Most columns of dp4a where there is no `mul_mat_mma`, eight per pass over the weights. Estimated from the
+instructions' throughput, to be measured."""
+
+MMA = 80
+"""Oldest compute capability with `mul_mat_mma`."""
+
+BLAS_COLUMNS = {80: 256, 90: 256, 100: 256}
+"""Fewest columns for which cuBLAS multiplies quantised weights as f16, where `mul_mat_mma` can: capabilities
+whose tensor cores are as fast with f16 as with bytes scaled by the other pipes. Estimated (docs/cuda.md)."""
+
+MMA_ROWS = (128, 64, 32, 16)
+"""Rows of the weights of a block of `mul_mat_mma`."""
+
+MMA_COLUMNS = 64
+"""Most columns of a block of `mul_mat_mma`, limited by registers."""
+
+NARROW = 32
+"""Most columns for which a multiprocessor has registers for two of its blocks, of 16 rows per warp."""
+
+MMA_WG = 256
+MOST_STAGES = 6
+ROWS_BESIDE = 32
+
+IN_HALVES = frozenset({DType.Q2_K, DType.Q3_K, DType.Q6_K})
+"""Types with two scales per sub-block of 32 elements."""
+
+WITH_MINS = frozenset({DType.Q4_1, DType.Q5_1, DType.Q2_K, DType.Q4_K, DType.Q5_K})
+"""Types with a min per scale."""
 
 GLU_COLUMNS = 2
 """Most columns for which one kernel computes both products of a gated unit; beyond, sums spill."""
@@ -54,7 +82,8 @@ def _kernel(
     groups: tuple[int, int, int],
     **flags: str | int,
 ) -> Launch:
-    return launch(kernels(PACKAGE)[name], [*mems, *numbers], groups, WG, **flags)
+    made = launch(kernels(PACKAGE)[name], [*mems, *numbers], groups, WG, **flags)
+    return replace(made, takes_turns=name in ("mul_mat_q8", "mul_mat_id_q8"))
 
 
 def _shape(
@@ -75,14 +104,6 @@ def _shape(
     return -(-a.ne[1] * split // (rows * WARPS)), n_groups, {
         "ROWS": rows, "COLUMNS": columns, "SPLIT": split, "ONE_MATRIX": int(n_matrices == 1),
     }  # fmt: skip
-
-
-def _at_once(target: Target, columns: int, x: int, others: int) -> int:
-    """Return the number of groups to launch instead of `x`, at most as many as run at once.
-
-    With many columns, that depends on the compiler's use of registers; then it is `x`.
-    """
-    return min(x, max(1, -(-4 * target.n_units // others))) if columns <= 2 else x
 
 
 def _activations(b: Tensor, n: int) -> tuple[list[Step | PreparedOperand], tuple[Mem, ...], dict[str, int]]:
@@ -117,25 +138,41 @@ def _in_vectors(b: Tensor, *weights: Tensor | Mem) -> bool:
 # -- few columns -----------------------------------------------------------------------------------
 
 
-def _is_small(a: Tensor, b: Tensor) -> bool:
-    """Whether a product has too few columns for cuBLAS."""
-    return b.ne[1] <= (FEW_COLUMNS_Q8 if a.dtype in IN_SUB_BLOCKS else FEW_COLUMNS)
+class _Way(Enum):
+    """What computes a product: few columns at once, tensor cores for bytes, or a library if there is one."""
+
+    FEW, MMA, BLAS = range(3)
+
+
+def _way(target: Target, a: Tensor | Mem, n: int) -> _Way:
+    """Return what computes a product with `n` columns."""
+    by_mma = a.dtype in IN_SUB_BLOCKS and target.capability >= MMA
+    few = FEW_COLUMNS_Q8 if a.dtype in IN_SUB_BLOCKS and not by_mma else FEW_COLUMNS
+    if n <= few:
+        return _Way.FEW
+    if by_mma and not (target.blas and n >= BLAS_COLUMNS.get(target.capability, n + 1)):
+        return _Way.MMA
+    return _Way.BLAS
 
 
 def _not_small(target: Target, b: Tensor, *weights: Tensor) -> str | None:
     """Return why `_small` does not compute products of `b` with weights."""
-    if not _is_small(weights[0], b):
+    way = _way(target, weights[0], b.ne[1])
+    if way is _Way.BLAS:
         return "many columns"
     if weights[0].dtype not in IN_SUB_BLOCKS and not _in_vectors(b, *weights):
         return "rows that are no aligned vectors of 16 bytes"
-    return too_many_groups(target, 1, b.ne[2] * b.ne[3])
+    n_rows = -(-max(a.ne[1] for a in weights) // MMA_ROWS[-1]) if way is _Way.MMA else 1
+    return too_many_groups(target, n_rows, b.ne[2] * b.ne[3])
 
 
 def _small(
     target: Target, a: Mem, b: Tensor, d: Mem, bias: Mem | None = None, glu: Glu | None = None
 ) -> list[Step | PreparedOperand]:
-    """Return the steps of a product of few columns, plus a bias, or of a gated unit of that and another."""
+    """Return the steps of a product without cuBLAS, plus a bias, or of a gated unit of that and another."""
     n, n_matrices = b.ne[1], b.ne[2] * b.ne[3]
+    if _way(target, a, n) is _Way.MMA:
+        return _by_mma(target, a, b, d, bias)
     weights = [a] if glu is None else [a, glu.a]
     others = [bias or d, *([a, d] if glu is None else [glu.a, glu.bias or d]), d]
     numbers = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3], *((0.0, 0.0) if glu is None else (glu.alpha, glu.limit))
@@ -148,10 +185,83 @@ def _small(
         return [_kernel("mul_mat_vec16", mems, numbers, (x, y, n_matrices), **flags, **also)]
     forms, activations, fused = _activations(b, n)
     x, y, flags = _shape(target, a, n, n_matrices, TILE)
-    x = _at_once(target, flags["COLUMNS"], x, y * n_matrices)
     flags |= _align(*weights) | fused
     mems = [a, *activations, *others]
     return [*forms, _kernel("mul_mat_q8", mems, numbers, (x, y, n_matrices), **flags, **also)]
+
+
+# -- up to some hundred columns, by tensor cores for bytes -----------------------------------------
+
+
+class Tile(NamedTuple):
+    """What a block of `mul_mat_mma` computes, and what it takes of a multiprocessor.
+
+    Attributes:
+        rows: Of the weights.
+        columns: Of the activations.
+        sets: Sets of 16 rows of a warp.
+        stages: Tiles of both in shared memory.
+        shared: Shared memory [bytes].
+    """
+
+    rows: int
+    columns: int
+    sets: int
+    stages: int
+    shared: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that registers leave room for on a multiprocessor."""
+        return 2 if self.columns <= NARROW else 1
+
+
+def tile(target: Target, a: Tensor | Mem, n: int, n_matrices: int = 1) -> Tile:
+    """Return the tile of a product with `n` columns that takes least time, of those that fit shared memory.
+
+    Blocks that wait for a free multiprocessor count as much as the first ones; each has a part of its work,
+    the copies and the scales of a tile, that takes as long as `ROWS_BESIDE` rows.
+    """
+    columns = 16 * -(-n // (16 * -(-n // MMA_COLUMNS)))
+    nbytes = a.dtype.type_size * 256 // a.dtype.block_size
+    is_skewed = nbytes % 16 != 0 or _align(a)["ALIGN"] < 16
+    row = 16 * (-(-(nbytes + 15 * is_skewed) // 16) | 1)
+    halves, mins = 1 + (a.dtype in IN_HALVES), a.dtype in WITH_MINS
+    found: list[tuple[int, Tile]] = []
+    for rows in MMA_ROWS:
+        sets = 1 if rows < 64 or columns <= NARROW else 2
+        stage = rows * row + columns * (17 + 4) * 16
+        made = 32 * (halves * (rows + mins * (rows + 8 + columns + 8)) + columns) + 16
+        warps_k = MMA_WG // 32 * 16 * sets // rows
+        room = target.shared // (2 if columns <= NARROW else 1) - 1024 - made
+        stages = min(room // stage, MOST_STAGES)
+        if stages >= 2:
+            shared = max(stages * stage + made, 4 * (warps_k - 1) * rows * columns)
+            waves = -(-(-(-a.ne[1] // rows) * -(-n // columns) * n_matrices) // target.n_units)
+            found.append((waves * (rows + ROWS_BESIDE), Tile(rows, columns, sets, stages, shared)))
+    return min(found)[1]
+
+
+def _by_mma(
+    target: Target, a: Mem, b: Tensor, d: Mem, bias: Mem | None = None
+) -> list[Step | PreparedOperand]:
+    """Return the steps of a product, plus a bias, by tensor cores for bytes."""
+    n, n_matrices = b.ne[1], b.ne[2] * b.ne[3]
+    forms, activations, _ = _activations(b, n)
+    t = tile(target, a, n, n_matrices)
+    flags: dict[str, str | int] = {
+        "ROWS": t.rows, "COLUMNS": t.columns, "SETS_16": t.sets, "STAGES": t.stages,
+        "BLOCKS_PER_SM": t.blocks, "SHARED": t.shared,
+        "WITH_MINS": int(a.dtype in WITH_MINS), "ONE_MATRIX": int(n_matrices == 1),
+    }  # fmt: skip
+    mems = [a, *activations, bias or d, d]
+    numbers = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3]
+    groups = -(-n // t.columns), -(-a.ne[1] // t.rows), n_matrices
+    if bias is not None:
+        flags["ADDED"] = 1
+    kernel = kernels(PACKAGE)["mul_mat_mma"]
+    made = launch(kernel, [*mems, *numbers], groups, MMA_WG, **flags, **_align(a))
+    return [*forms, replace(made, shared=t.shared)]
 
 
 def _few_columns(node: Tensor, target: Target) -> str | None:
@@ -207,7 +317,6 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
         return [_kernel("mul_mat_id_vec16", [Mem.of(a), Mem.of(b), *ends], (), (x, slots, tokens), **flags)]
     forms, activations, fused = _activations(b, 1)
     x, _, flags = _shape(target, a, 1, slots * tokens, TILE)
-    x = _at_once(target, 1, x, slots * tokens)
     mems = [Mem.of(a), *activations, *ends]
     found = _kernel("mul_mat_id_q8", mems, (b.ne[1],), (x, slots, tokens), **flags, **_align(a), **fused)
     return [*forms, found]
@@ -221,7 +330,7 @@ def _not_dense(target: Target, node: Tensor, d: Tensor) -> str | None:
     a, b = node.operand(0), node.operand(1)
     if not target.blas:
         return "no cuBLAS"
-    if _is_small(a, b):
+    if _way(target, a, b.ne[1]) is not _Way.BLAS:
         return "few columns"
     if a.dtype not in FLOATS and a.ne[0] % 8:
         return "rows of quantised weights that are no multiple of 8 elements"

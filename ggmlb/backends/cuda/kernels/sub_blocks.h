@@ -2,16 +2,27 @@
 
    A block is read from a tile: a range of the row's bytes in shared memory; the block begins at byte `at`. For type T:
 
-       quants_T(tile, at, i, q)                 the quants of sub-block i, as eight words of four bytes, in element order
+       quants_T<N>(tile, at, i, q, first)       quants of sub-block i in words of four bytes: from each half of 16 elements the
+                                                N words from word `first` on (all eight: N = 4, first = 0)
        SHIFT_T                                  constant to subtract from each quant
-       dp4a_T(a, b, c)                          c + dot product of four quants and four signed bytes
+       UNSIGNED_T                               whether quants are unsigned bytes (up to 240), not signed ones
        scales_T(tile, at, i, d, scale, mins)    per half of the sub-block: element = d[0]*scale*quant - d[1]*mins,
                                                 with integer scale and mins
 
-   ALIGN is the alignment of every row: a power of two, up to 16. */
+   ALIGN is the alignment of every row: a power of two, up to 16; PER_TILE the number of sub-blocks of a tile. */
 #include "mul_mat.h"
 
-#define QUANTS(T) DEVICE_FN void quants_##T(const uint *tile, int at, int i, int *q)
+#define OF_A(name) OF_TYPE(name, a)
+#define SUB_BLOCKS (OF_A(GROUPS)/4)                              /* sub-blocks per block of a's type */
+#define HALF_SCALES (OF_A(SHARE) < 4)
+#define TILE_BYTES (PER_TILE/SUB_BLOCKS*OF_A(BYTES))
+#define SKEWED (ALIGN % 16 != 0 || TILE_BYTES % 16 != 0)
+#define VECTORS ((TILE_BYTES + (SKEWED ? 15 : 0) + 15)/16)   /* aligned 16-byte vectors of a row's tile, at most */
+/* misalignment of a tile: its address modulo 16; p is the address, or a multiple of 16 bytes further */
+DEVICE_FN int skew_of(CGLOBAL char *p, int tile)
+{ return !SKEWED ? 0 : ALIGN % 16 == 0 ? (tile*TILE_BYTES) & 15 : (int)((size_t)p & 15); }
+
+#define QUANTS(T) template <int N> DEVICE_FN void quants_##T(const uint *tile, int at, int i, int *q, int first)
 #define SCALES(T) DEVICE_FN void scales_##T(const uint *tile, int at, int i, float *d, int *scale, int *mins)
 #define EACH_WORD(n) UNROLL for (int j = 0; j < (n); j++)
 
@@ -52,62 +63,63 @@ DEVICE_FN void lookup(const uint *table, uint w, int *low, int *high)
 #define TABLE_IQ4NL const uint table[4] = {LEVEL_WORDS_iq4_nl};
 #define TABLE_E2M1  const uint table[4] = {LEVEL_WORDS_mxfp4};
 
+/* load words of both halves of 32 bytes */
+template <int N> DEVICE_FN void halves_at(const uint *tile, int at, int first, int *w, int up = 0)
+{
+    if (N == 4) words_at<8>(tile, at, w, up);
+    else UNROLL for (int h = 0; h < 2; h++) words_at<N>(tile, at + 16*h + 4*first, w + N*h, up);
+}
+
 /* unpack 16 bytes of nibbles: the low ones are the first half of the sub-block */
 #define NIBBLE_HALVES(offset) \
-    int w[4]; words_at<4>(tile, at + (offset), w); \
-    EACH_WORD(4) { q[j] = w[j] & 0x0f0f0f0f; q[j + 4] = w[j] >> 4 & 0x0f0f0f0f; }
+    int w[N]; words_at<N>(tile, at + (offset) + 4*first, w); \
+    EACH_WORD(N) { q[j] = w[j] & 0x0f0f0f0f; q[j + N] = w[j] >> 4 & 0x0f0f0f0f; }
 #define TABLE_HALVES(TABLE, offset) \
-    TABLE int w[4]; words_at<4>(tile, at + (offset), w); \
-    EACH_WORD(4) lookup(table, (uint)w[j], q + j, q + j + 4);
+    TABLE int w[N]; words_at<N>(tile, at + (offset) + 4*first, w); \
+    EACH_WORD(N) lookup(table, (uint)w[j], q + j, q + j + N);
 /* from each of 32 bytes take the bits of this sub-block: shift by `up`, then mask */
 #define BITS_OF_32(offset, up, mask) \
-    { int w[8]; words_at<8>(tile, at + (offset), w, up); EACH_WORD(8) q[j] = w[j] & (mask); }
+    { int w[2*N]; halves_at<N>(tile, at + (offset), first, w, up); EACH_WORD(2*N) q[j] = w[j] & (mask); }
 #define ADD_BITS_OF_32(offset, up, mask) \
-    { int w[8]; words_at<8>(tile, at + (offset), w, up); EACH_WORD(8) q[j] |= w[j] & (mask); }
-#define ADD_FIFTH_BITS(offset) \
-    { int bits; words_at<1>(tile, at + (offset), &bits); EACH_WORD(8) q[j] |= spread4((uint)bits >> 4*j) << 4; }
+    { int w[2*N]; halves_at<N>(tile, at + (offset), first, w, up); EACH_WORD(2*N) q[j] |= w[j] & (mask); }
+#define ADD_FIFTH_BITS(offset) { \
+    int bits; \
+    words_at<1>(tile, at + (offset), &bits); \
+    bits = (int)((uint)bits >> 4*first); \
+    EACH_WORD(2*N) q[j] |= spread4((uint)bits >> (4*(j % N) + 16*(j/N))) << 4; \
+    }
 
 enum { SHIFT_q4_0 = 8, SHIFT_q4_1 = 0, SHIFT_q5_0 = 16, SHIFT_q5_1 = 0, SHIFT_q8_0 = 0, SHIFT_iq4_nl = 0, SHIFT_mxfp4 = 0,
        SHIFT_q2_k = 0, SHIFT_q3_k = 4, SHIFT_q4_k = 0, SHIFT_q5_k = 0, SHIFT_q6_k = 32, SHIFT_iq4_xs = 0 };
 
-#define dp4a_q4_0   __dp4a
-#define dp4a_q4_1   __dp4a
-#define dp4a_q5_0   __dp4a
-#define dp4a_q5_1   __dp4a
-#define dp4a_q8_0   __dp4a
-#define dp4a_iq4_nl __dp4a
-#define dp4a_mxfp4  __dp4a
-#define dp4a_q2_k   dp4a_unsigned_
-#define dp4a_q3_k   __dp4a
-#define dp4a_q4_k   dp4a_unsigned_
-#define dp4a_q5_k   __dp4a
-#define dp4a_q6_k   __dp4a
-#define dp4a_iq4_xs __dp4a
+enum { UNSIGNED_q4_0 = 0, UNSIGNED_q4_1 = 0, UNSIGNED_q5_0 = 0, UNSIGNED_q5_1 = 0, UNSIGNED_q8_0 = 0, UNSIGNED_iq4_nl = 0,
+       UNSIGNED_mxfp4 = 0, UNSIGNED_q2_k = 1, UNSIGNED_q3_k = 0, UNSIGNED_q4_k = 1, UNSIGNED_q5_k = 0, UNSIGNED_q6_k = 0,
+       UNSIGNED_iq4_xs = 0 };
 
 QUANTS(q4_0)   { NIBBLE_HALVES(QS_q4_0) }
 QUANTS(q4_1)   { NIBBLE_HALVES(QS_q4_1) }
 QUANTS(q5_0)   { NIBBLE_HALVES(QS_q5_0) ADD_FIFTH_BITS(QH_q5_0) }
 QUANTS(q5_1)   { NIBBLE_HALVES(QS_q5_1) ADD_FIFTH_BITS(QH_q5_1) }
-QUANTS(q8_0)   { words_at<8>(tile, at + QS_q8_0, q); }
+QUANTS(q8_0)   { halves_at<N>(tile, at + QS_q8_0, first, q); }
 QUANTS(iq4_nl) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_nl) }
 QUANTS(mxfp4)  { TABLE_HALVES(TABLE_E2M1, QS_mxfp4) }
 QUANTS(iq4_xs) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_xs + 16*i) }
 QUANTS(q2_k)                         /* not shifted down: 1, 4, 16 or 64 times the quants; d is divided by that factor */
 {
-    words_at<8>(tile, at + QS_q2_k + 32*(i >> 2), q);
-    EACH_WORD(8) q[j] &= 0x03030303 << 2*(i & 3);
+    halves_at<N>(tile, at + QS_q2_k + 32*(i >> 2), first, q);
+    EACH_WORD(2*N) q[j] &= 0x03030303 << 2*(i & 3);
 }
 QUANTS(q3_k)
 {
     BITS_OF_32(QS_q3_k + 32*(i >> 2), 2*(i & 3), 0x03030303)
-    int w[8];
-    words_at<8>(tile, at + HMASK_q3_k, w, i);
-    EACH_WORD(8) q[j] |= (w[j] & 0x01010101) << 2;
+    int w[2*N];
+    halves_at<N>(tile, at + HMASK_q3_k, first, w, i);
+    EACH_WORD(2*N) q[j] |= (w[j] & 0x01010101) << 2;
 }
 QUANTS(q4_k)                         /* not shifted down: 16 times the quants in odd sub-blocks; d is divided by 16 */
 {
-    words_at<8>(tile, at + QS_q4_k + 32*(i >> 1), q);
-    EACH_WORD(8) q[j] &= 0x0f0f0f0f << 4*(i & 1);
+    halves_at<N>(tile, at + QS_q4_k + 32*(i >> 1), first, q);
+    EACH_WORD(2*N) q[j] &= 0x0f0f0f0f << 4*(i & 1);
 }
 QUANTS(q5_k)
 {

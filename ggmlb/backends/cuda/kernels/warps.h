@@ -9,6 +9,7 @@
 #define MATRIX(ne2) const int i2 = ONE_MATRIX ? 0 : GROUP_ID(2) % (ne2), i3 = ONE_MATRIX ? 0 : GROUP_ID(2)/(ne2);
 #define ROW_OF(x, m) ROW(x, MIN_(m, x##_ne1 - 1), ONE_MATRIX ? 0 : i2/r2, ONE_MATRIX ? 0 : i3/r3)
 
+#ifdef SPLIT
 #define SUMS (ROWS*COLUMNS)
 /* Reduce the sums over all threads; thread i of the first warp of a set gets sum i (row i/COLUMNS). For each bit of i,
    threads exchange halves of their sums and keep the other half. partial: shared memory for the sums of all warps. */
@@ -30,6 +31,7 @@ DEVICE_FN float share_sums(float *sum, float *partial)
     }
     return x;
 }
+#endif
 /* run the statement `write` in threads that have a sum: that of row r of the set and column c */
 #define WRITE_SUMS(write) \
     if (WARP % SPLIT == 0) { \

@@ -73,6 +73,29 @@ DEVICE_FN void multiply_add_bf16(float *d, const uint *a, const uint *b)
     multiply_add_f16(d, a, b);                /* of halves, as pack2_bf16 makes them there */
 #endif
 }
+#if __CUDA_ARCH__ >= 800
+/* mma: d = a (16x32 bytes, row-major) times b (32x8 signed bytes, column-major) + c; with HALF, of k = 16. A thread's
+   register has four neighbouring k of a row or column; those of k = 16 and up follow. */
+#define MULTIPLY_BYTES_(shape, type, operands, ...) \
+    asm("mma.sync.aligned." shape ".row.col.s32." type ".s8.s32 {%0, %1, %2, %3}, " operands ", {%4, %5, %6, %7};" \
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), __VA_ARGS__)
+#define MULTIPLY_32_(type) MULTIPLY_BYTES_("m16n8k32", type, "{%8, %9, %10, %11}, {%12, %13}", \
+                                           "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+#define MULTIPLY_16_(type) MULTIPLY_BYTES_("m16n8k16", type, "{%8, %9}, {%10}", "r"(a[0]), "r"(a[1]), "r"(b[0]))
+template <bool IS_UNSIGNED, bool HALF> DEVICE_FN void multiply_bytes(int *d, const int *a, const uint *b, const int *c)
+{
+    if (HALF) { if (IS_UNSIGNED) MULTIPLY_16_("u8"); else MULTIPLY_16_("s8"); }
+    else      { if (IS_UNSIGNED) MULTIPLY_32_("u8"); else MULTIPLY_32_("s8"); }
+}
+/* mma: d (16x8, f32) += a (16x8, row-major) times b (8x8, column-major); of their fractions 10 bits count */
+DEVICE_FN void multiply_add_tf32(float *d, const float *a, const float *b)
+{
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+                   "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+#endif
 
 /* cp.async: copy 16 aligned bytes to shared memory, or zeros if not `valid`; copies up to a commit form a group */
 #if __CUDA_ARCH__ >= 800
