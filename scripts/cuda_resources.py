@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ggmlb import Context, DType, Graph
+from ggmlb import Context, DType, Graph, Tensor
 from ggmlb.backends.common.fusion import Group, Item, fuse
 from ggmlb.backends.cuda.kernels import RULES
 from ggmlb.backends.cuda.kernels.products import IN_SUB_BLOCKS
@@ -89,13 +89,15 @@ def hot(architecture: str = "sm_90") -> dict[str, Variant]:
                 defines = dict(launch.defines)
                 many = f", {defines['COLUMNS']} columns" if int(defines.get("COLUMNS", 1)) > 1 else ""
                 _add(found, f"{launch.kernel.name} {defines.get('a_T', '')}{many}".strip(), launch)
-        for n in (1, 2) if dtype in common else ():
+        for n in (1, 2, 8) if dtype in common else ():
             for launch in _fused(dtype, n, target):
                 _add(found, f"{launch.kernel.name} {dtype.name.lower()}, {_told(launch)}", launch)
-        if dtype in common:
-            experts, x = ctx.new_tensor(dtype, (4096, 1024, 8)), ctx.new_tensor(DType.F32, (4096, 1, 1))
-            for launch in _launches(ctx.mul_mat_id(experts, x, ctx.new_tensor(DType.I32, (2, 1))), target):
-                _add(found, f"{launch.kernel.name} {dict(launch.defines).get('a_T', '')}".strip(), launch)
+        for n in (1, 64) if dtype in common else ():
+            for launch in _experts(dtype, n, target):
+                what = f", {_told(launch)}" if "COLUMNS" in dict(launch.defines) else ""
+                _add(
+                    found, f"{launch.kernel.name} {dict(launch.defines).get('a_T', '')}{what}".strip(), launch
+                )
     for launch in _fused(DType.F16, 64, target):
         _add(found, launch.kernel.name, launch)
     for size in (64, 128, 256):
@@ -110,25 +112,34 @@ def hot(architecture: str = "sm_90") -> dict[str, Variant]:
 
 
 def _fused(dtype: DType, n: int, target: Target) -> list[Launch]:
-    """Return the launches of a gated unit of two products with biases; of one product and a bias."""
+    """Return the launches of gated units of products with biases, and of one and of three such products."""
     ctx = Context()
-    x = ctx.new_tensor(DType.F32, (4096, n))
+    x, y = (ctx.new_tensor(DType.F32, (4096, n)) for _ in "xy")
     biased = [
-        ctx.add(ctx.mul_mat(ctx.new_tensor(dtype, (4096, 14336)), x), ctx.new_tensor(DType.F32, (14336,)))
-        for _ in range(3)
+        ctx.add(ctx.mul_mat(ctx.new_tensor(dtype, (4096, 14336)), t), ctx.new_tensor(DType.F32, (14336,)))
+        for t in (x, x, ctx.relu(x), y, y, y)
     ]
-    last = [ctx.swiglu_split(*biased[:2]), biased[2]]
-    found: list[Launch] = []
-    for item in fuse(
-        Graph().build_forward_expand(*last), lambda group: RULES.find(group, target) is not None
-    ):
+    return _of_groups(target, ctx.swiglu_split(*biased[:2]), *biased[2:])
+
+
+def _experts(dtype: DType, n: int, target: Target) -> list[Launch]:
+    """Return the launches of a gated unit of experts, and of one product with them."""
+    ctx = Context()
+    x, ids = ctx.new_tensor(DType.F32, (4096, 1, n)), ctx.new_tensor(DType.I32, (2, n))
+    gate, up = (ctx.mul_mat_id(ctx.new_tensor(dtype, (4096, 1024, 8)), x, ids) for _ in range(2))
+    return [*_of_groups(target, ctx.swiglu_split(gate, up)), *_launches(gate, target)]
+
+
+def _of_groups(target: Target, *results: Tensor) -> list[Launch]:
+    graph, found = Graph().build_forward_expand(*results), list[Launch]()
+    for item in fuse(graph, lambda group: RULES.find(group, target) is not None):
         found += _launches(item, target) if isinstance(item, Group) else []
     return [launch for launch in found if launch.kernel.name != "quantize_q8"]
 
 
 def _told(launch: Launch) -> str:
     defines = dict(launch.defines)
-    what = "gated unit" if "GLU" in defines else "bias"
+    what = "gated unit" if "GLU" in defines else "bias" if "ADDED" in defines else "product"
     return f"{what}, {defines['COLUMNS']} columns" if int(defines["COLUMNS"]) > 1 else what
 
 

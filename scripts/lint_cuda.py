@@ -19,7 +19,7 @@ from cuda_resources import TABLE, Resources, Variant, complaints, hot, page
 from nvrtc import Nvrtc, assembled
 
 import ggmlb.backends.gpu
-from ggmlb.backends.common.fusion import Group, fuse
+from ggmlb.backends.common.fusion import Group, fuse, gather
 from ggmlb.backends.cuda.driver import OPTIONS, text
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.gpu import RULES, Launch, Target, lower
@@ -54,6 +54,7 @@ def variants() -> list[Variant]:
         for graph in graphs:
             for node in graph.nodes:
                 steps += lower(node, target) if RULES.declines(node) is None else []
+            gather(graph, lambda group: _can_fuse(group, target))
             for item in fuse(graph, lambda group: _can_fuse(group, target)):
                 steps += lower(item, target) if isinstance(item, Group) else []
         return list(dict.fromkeys((step.kernel, step.defines, step.wg) for step in steps))

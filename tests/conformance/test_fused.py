@@ -47,6 +47,10 @@ def is_cuda(stream: Any) -> bool:
     return bool(stream.device.reg.name == "CUDA")
 
 
+def has_top_k(stream: Any) -> bool:
+    return bool(stream.device.reg.name != "LLVM")
+
+
 def patterns(graph: Graph, stream: Any) -> list[str]:
     return sorted(item.pattern for item in fuse(graph, stream.can_fuse) if isinstance(item, Group))
 
@@ -132,7 +136,7 @@ def test_random_graphs(stream: Any, way: Way, monkeypatch: pytest.MonkeyPatch) -
         told = []
         for fused in ("0", "1"):
             monkeypatch.setenv("GGMLB_FUSE", fused)
-            drawn = RandomGraph(seed, in_place=way is not by_a_scheduler)
+            drawn = RandomGraph(seed, in_place=way is not by_a_scheduler, experts=has_top_k(stream))
             found, n = way(drawn, stream)
             told.append(found)
             n_fused += n
@@ -147,12 +151,18 @@ def test_random_graphs(stream: Any, way: Way, monkeypatch: pytest.MonkeyPatch) -
     assert n_fused >= least * n_graphs
 
 
-@pytest.mark.parametrize("n", [1, 5, 12])
-def test_a_llama_like_layer(stream: Any, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("n", "norms", "n_expert"), [(1, False, 0), (5, True, 0), (12, False, 0), (1, True, 8), (12, True, 3)]
+)
+def test_a_llama_like_layer(
+    stream: Any, n: int, norms: bool, n_expert: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if n_expert and not has_top_k(stream):
+        pytest.skip("LLVM has no kernel of top-k")
     results = []
     for fused in ("0", "1"):
         monkeypatch.setenv("GGMLB_FUSE", fused)
-        layer = DecodeLayer(n)
+        layer = DecodeLayer(n, norms=norms, n_expert=n_expert)
         stream.graph_optimize(layer.graph)
         with GraphAllocator(stream.default_buffer_type) as allocator:
             allocator.alloc_graph(layer.graph)
@@ -162,10 +172,70 @@ def test_a_llama_like_layer(stream: Any, n: int, monkeypatch: pytest.MonkeyPatch
                 stream.graph_compute(layer.graph)
             results.append(layer.result.to_numpy())
             found = patterns(layer.graph, stream)
-    glus = ["glu"] if n <= (GLU_COLUMNS if is_cuda(stream) else 8) else []
-    assert found == [*glus, "norm", "norm", "norm", "rope_set_rows"]
+    target = getattr(stream, "target", getattr(stream.device, "target", None))
+    on_gpu = is_cuda(stream) or (target is not None and not target.on_cpu)
+    want = (
+        ["norm", "norm", "norm", "rope_kv"] if on_gpu else ["norm"] * (5 if norms else 3) + ["rope_set_rows"]
+    )
+    if on_gpu and n_expert:
+        want += ["routing", "experts_sum"]
+    if n_expert:
+        want += ["glu_id"] if is_cuda(stream) and n == 1 else []
+    else:
+        want += ["glu"] if n <= (GLU_COLUMNS if is_cuda(stream) else 8) else []
+    if is_cuda(stream) and n <= 8:
+        want += ["mul_mats"] if n <= GLU_COLUMNS or n_expert else ["mul_mats", "mul_mats"]
+    assert found == sorted(want)
     tolerance = 1e-3 if is_cuda(stream) else 1e-4
     np.testing.assert_allclose(*results, rtol=tolerance, atol=tolerance / 10)
+
+
+@pytest.mark.parametrize(("n_experts", "n_used"), [(6, 2), (128, 8), (160, 6), (1000, 8)])
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_experts_are_chosen_as_by_the_nodes_one_by_one(
+    stream: Any, n_experts: int, n_used: int, is_sorted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of equal shares, of rows that are NaN, and of logits that are infinite."""
+    if not has_top_k(stream):
+        pytest.skip("LLVM has no kernel of top-k")
+    rng = np.random.default_rng(3)
+    data = rng.standard_normal((9, n_experts)).astype(np.float32)
+    data[1] = 0.5
+    data[2] = rng.integers(0, 2, n_experts)
+    data[3, n_experts // 2] = np.nan
+    data[4] = -np.inf
+    data[5, 1:] = -np.inf
+    data[6, 2] = np.inf
+    data[7] *= 100
+    results = []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        ctx = Context()
+        logits = ctx.set_input(ctx.new_tensor(DType.F32, (n_experts, len(data))))
+        shares = ctx.soft_max(logits)
+        chosen = ctx.set_output((ctx.argsort_top_k if is_sorted else ctx.top_k)(shares, n_used))
+        weights = ctx.get_rows(ctx.reshape_3d(shares, 1, *logits.ne[:2]), chosen)
+        weights = ctx.reshape_2d(weights, n_used, len(data))
+        weights = ctx.set_output(ctx.div(weights, ctx.clamp(ctx.sum_rows(weights), 2.0**-14, np.inf)))
+        graph = Graph().build_forward_expand(chosen, weights)
+        stream.graph_optimize(graph)
+        with GraphAllocator(stream.default_buffer_type) as allocator:
+            allocator.alloc_graph(graph)
+            for _ in range(N_RUNS):
+                fill(graph, [(logits, data)])
+                stream.graph_compute(graph)
+            ids, shares_of = chosen.to_numpy(), weights.to_numpy()
+            if not is_sorted:  # the order is undefined, and which of equal shares are chosen
+                ids, shares_of = np.sort(ids, axis=1), np.sort(shares_of, axis=1)
+            results.append((ids, shares_of))
+            on_cpu = getattr(getattr(stream, "target", None), "on_cpu", False)
+            assert patterns(graph, stream) == (["routing"] if fused == "1" and not on_cpu else [])
+    (ids, want), (fused_ids, got) = results
+    rows = [*range(len(data))] if is_sorted else [0, 8]
+    np.testing.assert_array_equal(fused_ids[rows], ids[rows])
+    assert all(len({*row}) == n_used and min(row) >= 0 and max(row) < n_experts for row in fused_ids.tolist())
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert np.isnan(got[[3, 4, 6]]).all()
 
 
 @pytest.mark.parametrize("n", [3, 12])

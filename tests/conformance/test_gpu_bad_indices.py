@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ggmlb import Backend, Context, DType, Graph, Scheduler, init_by_name, tensor_alloc, view_init
+from ggmlb import (
+    Backend,
+    BufferUsage,
+    Context,
+    DType,
+    Graph,
+    Scheduler,
+    init_by_name,
+    tensor_alloc,
+    view_init,
+)
 from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
@@ -210,6 +220,31 @@ def test_after_the_error_the_same_plan_computes_rightly(backend: Backend, name: 
         backend.synchronize()
         error = np.square(placed.y.to_numpy() - want).sum() / np.square(want).sum()
         assert error < 5e-4
+
+
+@pytest.mark.parametrize("bad", [7, -1])
+def test_heads_beside_a_bad_row_are_written(backend: Backend, bad: int) -> None:
+    """Queries, keys and values of few tokens, by one kernel on GPUs."""
+    ctx = Context()
+    positions, ids = ctx.new_tensor(DType.I32, (3,)), ctx.new_tensor(DType.I64, (3,))
+    q, k, v = (ctx.new_tensor(DType.F32, (32, heads, 3)) for heads in (4, 2, 2))
+    caches = [ctx.new_tensor(DType.F16, (64, 7)) for _ in "kv"]
+    query, key = (ctx.rope(t, positions, 32, RopeType.NEOX) for t in (q, k))
+    puts = [ctx.set_rows(c, ctx.reshape_2d(t, 64, 3), ids) for c, t in zip(caches, (key, v), strict=True)]
+    graph = Graph()
+    for t in (query, *puts):
+        graph.build_forward_expand(t)
+    placed = Placed(Program(ctx, puts[1], ids, 7), backend)
+    placed.buffer.usage = BufferUsage.COMPUTE  # rotated keys need not be written
+    placed.put_ids(bad)
+    for cache in caches:
+        cache.memset(BYTE)
+    with pytest.raises(BackendError, match=rf"row number {bad} for a tensor of 7 rows"):
+        backend.graph_compute(graph)
+    assert np.isfinite(query.to_numpy()).all()
+    for cache in caches:
+        rows = cache.get().reshape(7, -1)
+        assert [bool((row == BYTE).all()) for row in rows] == [i not in (0, 2) for i in range(7)]
 
 
 def test_each_node_is_named(backend: Backend) -> None:

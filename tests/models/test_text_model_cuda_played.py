@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.models import Placement, TextModel
 from tests.support.adapters import adapted, write_adapter
 from tests.support.cuda_played import on_played_cards
@@ -60,3 +62,24 @@ def test_what_is_inside_two_cards(tmp_path: Path, kind: str) -> None:
     path = write_text_model(tmp_path / "model.gguf", kind)
     adapter = write_adapter(tmp_path / "adapter.gguf", path, [w for w in adapted(path) if "embd" not in w])
     on_played_cards(compare_inside, path, adapter)
+
+
+def launches_of_a_token(paths: list[Path]) -> list[int]:
+    """Return the launches of a token's step, for models that are loaded one after another."""
+    found = []
+    for path in paths:
+        with TextModel(path, n_ctx=64, devices=["CUDA0", "CPU"]) as model:
+            model.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
+            plans = [x for x in gc.get_objects() if isinstance(x, CudaPlan) and x.parts]
+            steps = [len(plan.segments[0].steps) for plan in plans if plan.segments]
+        found.append(min(steps))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("llama", 9), ("qwen2", 9), ("qwen3", 9), ("gemma3", 11), ("qwen3moe", 12)]
+)
+def test_launches_per_layer_of_a_token(tmp_path: Path, kind: str, limit: int) -> None:
+    paths = [write_text_model(tmp_path / f"{n}.gguf", kind, "q8_0", n_layer=n) for n in (2, 3)]
+    fewer, more = on_played_cards(launches_of_a_token, paths)
+    assert more - fewer <= limit

@@ -24,7 +24,7 @@ class RandomGraph:
         outputs: Tensors whose data must come out right, however the graph is computed.
     """
 
-    def __init__(self, seed: int, *, in_place: bool) -> None:
+    def __init__(self, seed: int, *, in_place: bool, experts: bool = True) -> None:
         self._random = random.Random(seed)
         self._rng = np.random.default_rng(seed)
         self.ctx = Context()
@@ -35,7 +35,7 @@ class RandomGraph:
         self.outputs: list[Tensor] = []
         self._map()
         for _ in range(self._random.randint(2, 5)):
-            self._random.choice(_STEPS)(self)
+            self._random.choice(_STEPS if experts else _STEPS[:-1])(self)
         self._map()
         last = self._values[-1]
         results = [*self.outputs, last]
@@ -106,18 +106,41 @@ class RandomGraph:
             self._put(*both, *sums, ctx.swiglu_split(*sums))
 
     def _cache(self) -> None:
-        ctx, n = self.ctx, self._n
-        heads = ctx.reshape_3d(self._any(), ROW // HEADS, HEADS, n)
-        roped = ctx.rope(
-            heads, self._leaf(n, dtype=DType.I32, below=50), ROW // HEADS, self._random.choice((0, 2))
-        )
-        cache = self._leaf(ROW, CACHE_ROWS)
-        rows = ctx.view_2d(roped, ROW, n, roped.nb[2], 0)
-        put = ctx.set_rows(cache, rows, self._leaf(n, dtype=DType.I32, below=CACHE_ROWS))
+        ctx, n, size = self.ctx, self._n, ROW // HEADS
+        positions = self._leaf(n, dtype=DType.I32, below=50)
+        ids = self._leaf(n, dtype=DType.I32, below=CACHE_ROWS)
+        mode, normed, whole, x = self._random.choice((0, 2)), self._maybe(), self._maybe(), self._any()
+
+        def rotated(x: Tensor) -> Tensor:
+            heads = ctx.reshape_3d(x, size, HEADS, n)
+            if normed:
+                heads = ctx.mul(ctx.rms_norm(heads, 1e-5), self._leaf(size))
+            roped = ctx.rope(heads, positions, size, mode)
+            return ctx.view_2d(roped, ROW, n, roped.nb[2], 0)
+
+        def product() -> Tensor:
+            return ctx.mul_mat(self._leaf(ROW, ROW), x)
+
+        rows = rotated(product() if whole else x)
+        put = [ctx.set_rows(self._leaf(ROW, CACHE_ROWS), rows, ids)]
+        if whole:
+            self.outputs.append(ctx.silu(rotated(product())))
+            put.append(ctx.set_rows(self._leaf(ROW, CACHE_ROWS), product(), ids))
         if self._maybe(0.2):
             self._put(ctx.silu(rows))
-        self.outputs.append(put)
-        ctx.set_output(put)
+        self.outputs += put
+        for t in put:
+            ctx.set_output(t)
+
+    def _experts(self) -> None:
+        """Experts in the order of their weights: that of top-k, and so of slots, is undefined."""
+        x = self._any()
+        router, gate, up, down = self._leaf(ROW, 6), *[self._leaf(ROW, ROW, 6) for _ in range(3)]
+        n_used, clamp, div = self._random.choice((2, 3)), self._maybe(), self._maybe(0.8)
+        sums = mixture(
+            self.ctx, x, router, gate, up, down, n_used=n_used, is_sorted=True, clamp=clamp, div=div
+        )  # fmt: skip
+        self._put(sums)
 
     def _map(self) -> None:
         self._put(self.ctx.silu(self._any()))
@@ -135,11 +158,68 @@ _STEPS: list[Callable[[RandomGraph], None]] = [
     RandomGraph._cache,
     RandomGraph._map,
     RandomGraph._overwrite,
+    RandomGraph._experts,
 ]
+
+
+def mixture(
+    ctx: Context,
+    x: Tensor,
+    router: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    n_used: int,
+    is_sorted: bool = False,
+    clamp: bool = True,
+    div: bool = True,
+) -> Tensor:
+    """Return the outputs of a mixture of experts, as models and llama.cpp build it.
+
+    Args:
+        ctx: Where nodes are made.
+        x: Tokens.
+        router: The weights of the experts' logits.
+        gate: The experts' weights; so are `up` and `down`.
+        up: See `gate`.
+        down: See `gate`.
+        n_used: Experts per token.
+        is_sorted: Whether they are the first of all, sorted; else by `top_k`.
+        clamp: Whether the sum of weights has a least value.
+        div: Whether weights are divided by their sum.
+    """
+    n_embd, n = x.ne[:2]
+    shares = ctx.soft_max(ctx.mul_mat(router, x))
+    chosen = (ctx.argsort_top_k if is_sorted else ctx.top_k)(shares, n_used)
+    weights = ctx.get_rows(ctx.reshape_3d(shares, 1, shares.ne[0], n), chosen)
+    if div:
+        weights = ctx.reshape_2d(weights, n_used, n)
+        total = ctx.sum_rows(weights)
+        weights = ctx.div(weights, ctx.clamp(total, 2.0**-14, np.inf) if clamp else total)
+        weights = ctx.reshape_3d(weights, 1, n_used, n)
+    rows = ctx.reshape_3d(x, n_embd, 1, n)
+    y = ctx.swiglu_split(ctx.mul_mat_id(gate, rows, chosen), ctx.mul_mat_id(up, rows, chosen))
+    parts = ctx.mul(ctx.mul_mat_id(down, y, chosen), weights)
+    total, *rest = (ctx.view_2d(parts, n_embd, n, parts.nb[2], i * parts.nb[1]) for i in range(n_used))
+    for part in rest:
+        total = ctx.add(total, part)
+    return total
 
 
 class DecodeLayer:
     """A layer of a llama-like model at work on `n` new tokens, its cache written in place.
+
+    Args:
+        n: New tokens.
+        n_embd: Sizes of the model, and so on.
+        n_ff: See `n_embd`.
+        n_head: See `n_embd`.
+        n_ctx: See `n_embd`.
+        n_layer: See `n_embd`.
+        weights: Type of matrices.
+        norms: Whether queries and keys are normalised.
+        n_expert: Experts, of which each token uses two; 0: none.
 
     Attributes:
         leafs: The tensors to be set, with their values.
@@ -157,6 +237,8 @@ class DecodeLayer:
         n_ctx: int = 32,
         n_layer: int = 1,
         weights: DType = DType.F32,
+        norms: bool = False,
+        n_expert: int = 0,
     ) -> None:
         ctx = self.ctx = Context()
         rng = np.random.default_rng(0)
@@ -168,11 +250,11 @@ class DecodeLayer:
             self.leafs.append((t, data))
             return t
 
-        def matrix(n_in: int, n_out: int) -> Tensor:
-            return leaf(weights, rng.standard_normal((n_out, n_in), np.float32) / np.float32(n_in) ** 0.5)
+        def matrix(n_in: int, *n_out: int, dtype: DType = weights) -> Tensor:
+            return leaf(dtype, rng.standard_normal((*n_out, n_in), np.float32) / np.float32(n_in) ** 0.5)
 
-        def scale() -> Tensor:
-            return leaf(DType.F32, rng.uniform(0.5, 1.5, n_embd).astype(np.float32))
+        def scale(n: int = n_embd) -> Tensor:
+            return leaf(DType.F32, rng.uniform(0.5, 1.5, n).astype(np.float32))
 
         x = leaf(DType.F32, rng.standard_normal((n, n_embd), np.float32))
         positions = leaf(DType.I32, np.arange(n, dtype=np.int32))
@@ -184,8 +266,10 @@ class DecodeLayer:
         for _ in range(n_layer):
             normed = ctx.mul(ctx.rms_norm(x, 1e-5), scale())
             q, k, v = (ctx.mul_mat(matrix(n_embd, n_embd), normed) for _ in range(3))
-            q = ctx.rope(ctx.reshape_3d(q, d, n_head, n), positions, d, 0)
-            k = ctx.rope(ctx.reshape_3d(k, d, n_head, n), positions, d, 0)
+            q, k = (ctx.reshape_3d(t, d, n_head, n) for t in (q, k))
+            if norms:
+                q, k = (ctx.mul(ctx.rms_norm(t, 1e-5), scale(d)) for t in (q, k))
+            q, k = (ctx.rope(t, positions, d, 0) for t in (q, k))
             self.graph.build_forward_expand(q, v, k)
             caches = [leaf(DType.F16, np.zeros((n_ctx, n_embd), np.float16)) for _ in range(2)]
             rows = ctx.view_2d(k, n_embd, n, k.nb[2], 0)
@@ -197,6 +281,12 @@ class DecodeLayer:
             attended = ctx.mul_mat(matrix(n_embd, n_embd), ctx.reshape_2d(out, n_embd, n))
             x = ctx.add(attended, x)
             normed = ctx.mul(ctx.rms_norm(x, 1e-5), scale())
+            if n_expert:
+                router = matrix(n_embd, n_expert, dtype=DType.F32)
+                gates, ups = (matrix(n_embd, n_expert, n_ff) for _ in range(2))
+                down = matrix(n_ff, n_expert, n_embd)
+                x = ctx.add(mixture(ctx, normed, router, gates, ups, down, n_used=2), x)
+                continue
             gate, up = (ctx.mul_mat(matrix(n_embd, n_ff), normed) for _ in range(2))
             x = ctx.add(ctx.mul_mat(matrix(n_ff, n_embd), ctx.swiglu_split(gate, up)), x)
         self.result = ctx.set_output(ctx.mul(ctx.rms_norm(x, 1e-5), scale()))

@@ -34,8 +34,10 @@ from tests.support.ptx.programs import (
     attention,
     beside_cpu,
     computed,
+    experts_layer,
+    side_by_side,
     steps_of,
-)  # fmt: skip
+)
 from tests.support.ptx.runner import Runner, place
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -81,8 +83,8 @@ def run_golden(cases: list[Case], at_least: int, capability: int) -> None:
 
 
 def test_every_kernel_is_reached_from_the_golden_programs() -> None:
-    # By products of more columns than these programs have.
-    reached = {"dequantize", "glu_added", "mul_mat_mma"}
+    # By products of more columns than these programs have; by several products.
+    reached = {"dequantize", "glu_added", "mul_mat_mma", "mul_mats_q8", "mul_mats_vec16"}
     for case in CASES.values():
         built = case.build()
         if case.family in FAMILIES and not any(RULES.declines(node) for node in built.graph.nodes):
@@ -169,6 +171,41 @@ def test_vectors(dtype: DType, n: int) -> None:
     (step,) = beside_cpu(ctx.mul_mat(w, x), ctx)
     assert isinstance(step, Launch)
     assert step.kernel.name == "mul_mat_vec16"
+
+
+@pytest.mark.parametrize("dtype", sorted(IN_SUB_BLOCKS), ids=str)
+def test_experts_read_their_weights_once_for_eight_tokens(dtype: DType) -> None:
+    """An expert without tokens, and one with more than its groups take at a time."""
+    ctx = Context()
+    w, x = ctx.new_tensor(dtype, (512, 21, 5)), ctx.new_tensor(DType.F32, (512, 1, 18))
+    ids = ctx.new_tensor(DType.I32, (2, 18))
+    chosen = np.random.default_rng(1).choice([0, 1, 4], (18, 2))
+    chosen[:, 0] = 3
+    steps = beside_cpu(ctx.mul_mat_id(w, x, ids), ctx, lambda: ids.set_array(chosen))
+    assert [s.kernel.name for s in steps if isinstance(s, Launch)] == [
+        "sort_pairs", "quantize_q8", "mul_mat_experts_q8",
+    ]  # fmt: skip
+    assert steps[-1].groups[1:] == (2, 5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16, DType.F32], ids=str)
+@pytest.mark.parametrize("n", [1, 9])
+def test_a_layer_of_experts(dtype: DType, n: int) -> None:
+    names = [s.kernel.name if isinstance(s, Launch) else "gemm" for s in experts_layer(dtype, n, 4)]
+    assert names.count("route") == names.count("sum_slots") == 1
+    if n == 1:
+        by = "mul_mat_id_q8" if dtype.is_quantized else "mul_mat_id_vec16"
+        assert names[-3:] == [by, by, "sum_slots"], "gate and up are one launch"
+    else:
+        by = "mul_mat_experts_q8" if dtype.is_quantized else "mul_mat_id_tile"
+        assert names.count(by) == (2 if dtype.is_quantized else 3)
+
+
+@pytest.mark.parametrize("dtype", [*sorted(IN_SUB_BLOCKS), DType.BF16], ids=str)
+def test_products_of_one_operand(dtype: DType) -> None:
+    (step,) = side_by_side(dtype, 1, (20, 9, 3), bias=True, k=512)
+    assert isinstance(step, Launch)
+    assert step.kernel.name == ("mul_mats_q8" if dtype.is_quantized else "mul_mats_vec16")
 
 
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.F16], ids=str)

@@ -95,6 +95,138 @@ def test_a_part_of_rope_is_not_what_is_written(ctx: Maker) -> None:
     assert found(ctx.set_rows(cache, part, ctx.new_tensor(DType.I64, (4,)))) == []
 
 
+def routed(ctx: Maker, *, is_sorted: bool = False, clamp: str = "clamp", div: bool = True) -> Tensor:
+    """The weights of the experts that tokens choose."""
+    shares = ctx.soft_max(ctx.f32(8, 3))
+    chosen = (ctx.argsort_top_k if is_sorted else ctx.top_k)(shares, 2)
+    weights = ctx.get_rows(ctx.reshape_3d(shares, 1, 8, 3), chosen)
+    if not div:
+        return weights
+    weights = ctx.reshape_2d(weights, 2, 3)
+    total = ctx.sum_rows(weights)
+    return ctx.div(weights, getattr(ctx, clamp)(total, 0.1, 1.0) if clamp else total)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_routing(ctx: Maker, is_sorted: bool) -> None:
+    first = ("shares", *(["sorted"] if is_sorted else []), "chosen", "weights")
+    assert found(routed(ctx, is_sorted=is_sorted, div=False)) == [first]
+    assert found(routed(ctx, is_sorted=is_sorted, clamp="")) == [(*first, "total", "div")]
+    for clamp in ("clamp", "clamp_inplace"):
+        weights = routed(ctx, is_sorted=is_sorted, clamp=clamp)
+        assert found(weights) == [(*first, "total", "clamp", "div")]
+
+
+def test_experts_that_others_read_are_kept_and_shares_forbid_routing(ctx: Maker) -> None:
+    weights = routed(ctx)
+    chosen, shares = (next(n for n in Graph().build_forward_expand(weights).nodes if n.op is op)
+                      for op in (Op.TOP_K, Op.SOFT_MAX))  # fmt: skip
+    graph = Graph().build_forward_expand(weights, ctx.mul_mat_id(ctx.f32(4, 4, 8), ctx.f32(4, 1, 3), chosen))
+    (group,) = groups(graph)
+    assert group.kept == (chosen,)
+    assert found(weights, ctx.silu(shares)) == []
+
+
+def test_sorted_experts_that_others_read_forbid_routing(ctx: Maker) -> None:
+    weights = routed(ctx, is_sorted=True)
+    order = next(n for n in Graph().build_forward_expand(weights).nodes if n.op is Op.ARGSORT)
+    assert found(weights, ctx.view_1d(order, 8)) == []
+
+
+def test_the_sum_of_experts(ctx: Maker) -> None:
+    def total(order: tuple[int, ...], n: int = 3) -> Tensor:
+        parts = ctx.mul(ctx.f32(64, 3, n), ctx.f32(1, 3, n))
+        first, *rest = (ctx.view_2d(parts, 64, n, parts.nb[2], i * parts.nb[1]) for i in order)
+        for part in rest:
+            first = ctx.add(first, part)
+        return first
+
+    assert found(total((0, 1, 2))) == [("weighted", "add1", "add")]
+    assert found(ctx.add(total((0, 1, 2), 1), ctx.f32(64))) == [("weighted", "add1", "add")]
+    for order in ((0, 2, 1), (0, 1), (0, 1, 1)):
+        assert found(total(order)) == []
+
+
+def test_gated_units_of_experts(ctx: Maker) -> None:
+    x, ids, other = ctx.f32(32, 1, 3), ctx.new_tensor(DType.I32, (2, 3)), ctx.new_tensor(DType.I32, (2, 3))
+    w, v = ctx.f32(32, 16, 4), ctx.f32(32, 16, 4)
+    unit = ctx.swiglu_split(ctx.mul_mat_id(w, x, ids), ctx.mul_mat_id(v, x, ids))
+    assert found(unit) == [("gate", "up", "glu")]
+    assert found(ctx.swiglu_split(ctx.mul_mat_id(w, x, ids), ctx.mul_mat_id(v, x, other))) == []
+
+
+def heads(ctx: Maker, n: int = 5, norms: bool = False) -> list[Tensor]:
+    """Rotated queries, and the writes of keys and values to a cache, of products with one operand."""
+    positions, ids = ctx.new_tensor(DType.I32, (n,)), ctx.new_tensor(DType.I64, (n,))
+    x = ctx.f32(64, n)
+    q, k, v = (ctx.mul_mat(ctx.f32(64, m), x) for m in (64, 32, 32))
+    found = []
+    for t in (q, k):
+        t = ctx.reshape_3d(t, 16, t.ne[0] // 16, n)
+        t = ctx.mul(ctx.rms_norm(t, 1e-6), ctx.f32(16)) if norms else t
+        found.append(ctx.rope(t, positions, 16, 0))
+    rows = ctx.reshape_2d(found[1], 32, n)
+    caches = [ctx.new_tensor(DType.F16, (32, 9)) for _ in "kv"]
+    return [found[0], *(ctx.set_rows(cache, t, ids) for cache, t in zip(caches, (rows, v), strict=True))]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_heads_and_the_products_before_them(ctx: Maker, norms: bool) -> None:
+    """Products of one operand stand together at the first, though ropes read them in between."""
+    query, *puts = heads(ctx, norms=norms)
+    graph = Graph().build_forward_expand(query, *puts, ctx.silu(query))
+    assert [g.pattern for g in groups(graph)] == ["rope_kv"]
+    gather(graph, lambda _: True)
+    products, group = (graph.marks[t] for t in (graph.nodes[2], puts[1]))
+    assert isinstance(products, Group)
+    assert isinstance(group, Group)
+    assert [n.op for n in graph.nodes[:3]] == [Op.MUL_MAT] * 3
+    assert (products.pattern, products.nodes) == ("mul_mats", tuple(graph.nodes[:3]))
+    assert products.kept == products.nodes[:2]
+    assert set(group.kept) == {query, puts[0]}
+    placed(graph)
+    assert [g.pattern for g in groups(graph)] == ["mul_mats", "rope_kv"]
+
+
+def test_queries_that_come_later_are_not_rotated_before(ctx: Maker) -> None:
+    query, *puts = heads(ctx)
+    graph = Graph().build_forward_expand(*puts, query)
+    assert "rope_kv" not in [g.pattern for g in groups(graph)]
+
+
+def test_an_operand_that_is_written_in_between_keeps_products_apart(ctx: Maker) -> None:
+    x, w = ctx.f32(64, 3), ctx.f32(64, 64)
+    first, other = ctx.mul_mat(ctx.f32(64, 64), x), ctx.f32(64, 3)
+
+    def graph(*between: Tensor) -> Graph:
+        return Graph().build_forward_expand(ctx.silu(first), *between, ctx.silu(ctx.mul_mat(w, x)))
+
+    def marks(graph: Graph) -> list[str]:
+        gather(graph, lambda group: group.pattern == "mul_mats")
+        return [group.pattern for group in graph.marks.values() if isinstance(group, Group)]
+
+    assert marks(graph(ctx.scale_inplace(other, 2.0))) == ["mul_mats"]
+    assert marks(graph(ctx.scale_inplace(x, 2.0))) == []
+    assert marks(graph(ctx.scale_inplace(w, 2.0))) == []
+
+
+def test_products_of_a_gated_unit_stay_with_it(ctx: Maker) -> None:
+    def graph() -> Graph:
+        x = ctx.f32(64, 3)
+        unit = ctx.swiglu_split(*(ctx.mul_mat(ctx.f32(64, 32), x) for _ in range(2)))
+        return Graph().build_forward_expand(unit, ctx.scale(ctx.mul_mat(ctx.f32(64, 16), x), 2.0))
+
+    for can, want in ((True, ["glu"]), (False, ["mul_mats"])):
+        made = graph()
+        gather(made, lambda group: can or group.pattern == "mul_mats")  # noqa: B023
+        assert [g.pattern for g in made.marks.values() if isinstance(g, Group)] == want
+
+
+def test_only_the_named_patterns_are_looked_for(ctx: Maker) -> None:
+    graph = Graph().build_forward_expand(ctx.normed(ctx.f32(64, 3)))
+    assert fuse(graph, lambda _: True, names=frozenset({"glu"})) == graph.nodes
+
+
 def test_products(ctx: Maker) -> None:
     x, w, v = ctx.f32(32, 3), ctx.f32(32, 64), ctx.f32(32, 64)
     bias = ctx.f32(64)

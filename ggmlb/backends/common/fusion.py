@@ -10,8 +10,9 @@ backend lowers a graph by
         launches += lower(item)               # a node or a Group
 
 and, if the nodes of a group are far apart, the backend's `graph_optimize` first calls `gather(graph,
-can_fuse)`, so that the allocator cannot reuse an operand's memory in between. A `Group` holds its nodes
-by the pattern's names:
+can_fuse)`, so that the allocator cannot reuse an operand's memory in between. Groups whose first results are
+read before their last node (`Pattern.early`) are found by `gather` only. A `Group` holds its nodes by the
+pattern's names:
 
     ================  ====================================  ================================================
     pattern           parts                                 computes
@@ -22,6 +23,14 @@ by the pattern's names:
     `mul_mat_unary`   `mul_mat` [`add`] `unary`             a function of a product, or of that plus a bias
     `glu`             `gate` [`gate_add`]                   a gated unit of two products of one operand; or,
                       [`up` [`up_add`]] `glu`               without `up`, of the halves of one product's rows
+    `glu_id`          `gate` `up` `glu`                     the same of two products with chosen experts
+    `routing`         `shares` [`sorted`] `chosen`          the experts of each token, and their weights:
+                      `weights` [`total` [`clamp`] `div`]   soft max, top-k, get_rows, divided by the sum
+    `experts_sum`     `weighted` `add1` ... `add`           the sum of the experts' results by their weights
+    `mul_mats`        `mul_mat0` [`add0`] `mul_mat1` ...    products of one operand with several weights
+    `rope_kv`         [`q_norm` `q_mul`] `q_rope`           queries, keys and values of a layer: rope of
+                      [`k_norm` `k_mul`] `k_rope`           queries and keys, and both written to the cache
+                      `k_rows` `v_rows`
     ================  ====================================  ================================================
 
 `group["norm"]` is a node, `"mul" in group` says whether it is present, `group.other("mul")` is its
@@ -31,7 +40,7 @@ the kernel must write these too. Each node keeps its own operands, params and me
 
 Every group passed to `can_fuse` satisfies:
 
-- A dropped result is float32, has no other readers in the whole graph (`Graph.use_counts`), is not
+- A dropped result is float32 or int32, has no other readers in the whole graph (`Graph.use_counts`), is not
   flagged and not a view, and was placed by an allocator. Results placed by the user are always written.
 - No result overlaps an operand, except at the same place with the same strides if the pattern is
   elementwise or row-wise (`IN_PLACE`): kernels must then work in place, like those of single nodes.
@@ -46,21 +55,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from ggmlb.backends.common.strided import Mem
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import NO_OPS, BufferUsage, Op, TensorFlag
+from ggmlb.core.enums import NO_OPS, BufferUsage, Op, SortOrder, TensorFlag
 from ggmlb.core.graph import Graph
+from ggmlb.core.ops import SPECS
 from ggmlb.core.placement import overlap, same_place
 from ggmlb.core.tensor import Tensor
 from ggmlb.system import env
 
-Name = Literal["norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu"]
+Name = Literal[
+    "norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu",
+    "glu_id", "routing", "experts_sum", "mul_mats", "rope_kv",
+]  # fmt: skip
 
-IN_PLACE: Final = frozenset({"add", "norm", "mul", "shift", "set_rows", "gate_add", "up_add"})
+IN_PLACE: Final = frozenset(
+    {"add", "norm", "mul", "shift", "set_rows", "gate_add", "up_add"}
+    | {"q_norm", "q_mul", "q_rope", "k_rows", "v_rows"}
+)
 """Parts whose outside operands may have the same memory as a result of the group."""
 
 
@@ -74,6 +91,9 @@ class PatternNode:
         inputs: Parts whose results it reads, and the allowed operand indices of each.
         keepable: Whether its result may have other readers.
         by_views: Whether views are allowed between it and its inputs.
+        is_shared: Whether several parts of the group read its result.
+        repeats: Whether its first operand may be another such node; the parts are numbered.
+        in_place: Whether its result may be in the memory of its input, a part of the group.
     """
 
     name: str
@@ -81,15 +101,23 @@ class PatternNode:
     inputs: tuple[tuple[PatternNode, tuple[int, ...]], ...] = ()
     keepable: bool = False
     by_views: bool = False
+    is_shared: bool = False
+    repeats: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A fusion pattern: a tree of nodes with root `last`, and a condition `fits` on matched groups."""
+    """A fusion pattern: nodes with root `last`, and a condition `fits` on matched groups.
+
+    With `early`, a group may also be computed at the position of its first node. `mul_mats` and `rope_kv`
+    have nodes that `last` does not depend on: `_Finder` finds them by an operand that all read.
+    """
 
     name: Name
     last: PatternNode
     fits: Callable[[Group], bool]
+    early: bool = False
 
 
 class Product(NamedTuple):
@@ -118,9 +146,10 @@ class Group:
         result: The last node.
         outside: For each part, its operands that no node of the group computes.
         reads: All of them, each with whether it may have the same place as a result.
+        readers: How often the nodes and views read each tensor; `None`: each inner result once.
     """
 
-    __slots__ = ("kept", "nodes", "outside", "parts", "pattern", "reads", "result", "views")
+    __slots__ = ("kept", "nodes", "outside", "parts", "pattern", "readers", "reads", "result", "views")
 
     def __init__(
         self,
@@ -135,6 +164,7 @@ class Group:
         self.kept = kept
         self.nodes = nodes = tuple(parts.values())
         self.result = nodes[-1]
+        self.readers: Counter[Tensor] | None = None
         inside = {None, *nodes, *views}
         self.outside: dict[str, tuple[Tensor, ...]] = {
             part: tuple([s for s in node.src if s is not None and s not in inside])
@@ -150,7 +180,10 @@ class Group:
     @property
     def products(self) -> list[Product]:
         """The matrix products of the group; for a gated unit the activated one (gate), then the other."""
-        if self.pattern != "glu":
+        if self.pattern == "mul_mats":
+            parts = [(part, part.replace("mul_mat", "add")) for part in self.parts if part[0] == "m"]
+            return [Product(self[part], self.other(add) if add in self else None) for part, add in parts]
+        if "glu" not in self:
             return [Product(self["mul_mat"], self.other("add") if "add" in self else None)]
 
         def half(part: str, first: int = 0) -> Product:
@@ -204,15 +237,61 @@ def _same_operand(group: Group) -> bool:
     """Whether all products read one operand, with weights of equal type, shape and packing."""
     if "up" not in group:
         return all(s is None for s in group["glu"].src[1:])
-    (w, x), (v, y) = group["gate"].sources, group["up"].sources
-    if x is not y or (w.dtype, w.ne, w.nb) != (v.dtype, v.ne, v.nb):
+    (w, *read), (v, *others) = group["gate"].sources, group["up"].sources
+    return read == others and w.ne == v.ne and _alike(w, v)
+
+
+def _alike(w: Tensor, v: Tensor) -> bool:
+    """Whether two weights have one type, packing, row length and strides of rows."""
+    if (w.dtype, w.ne[0], w.nb[:2]) != (v.dtype, v.ne[0], v.nb[:2]):
         return False
     return Mem.of(w).packing == Mem.of(v).packing
 
 
-def _rows_of_heads(group: Group) -> bool:
+def _chosen_rows(group: Group) -> bool:
+    """Whether the weights are those of the chosen experts: `[1, n_used, n]` of shares `[1, n_expert, n]`."""
+    shares, chosen, weights = group["shares"], group["chosen"], group["weights"]
+    (n, n_rows, *rest), k = shares.ne, chosen.ne[0]
+    per_expert = weights.sources[0]
+    if "sorted" in group and (
+        group["sorted"].params["order"] is not SortOrder.DESC
+        or chosen.view_offs != group["sorted"].view_offs
+        or chosen.nb[:2] != group["sorted"].nb[:2]
+    ):
+        return False
+    if "div" in group and any(t.ne != (k, n_rows, 1, 1) for t in (group["total"].sources[0], group["div"])):
+        return False
+    return (
+        rest == [1, 1]
+        and shares.is_contiguous()
+        and chosen.ne == (k, n_rows, 1, 1)
+        and per_expert.ne == (1, n, n_rows, 1)
+        and per_expert.is_contiguous()
+        and per_expert.view_offs == shares.view_offs
+        and group.result.is_contiguous()
+    )
+
+
+def _each_slot_once(group: Group) -> bool:
+    """Whether all slots are added up in order: views `[n_embd, n]` of `[n_embd, n_used, n]`."""
+    weighted = group["weighted"]
+    a, w = weighted.sources
+    n_embd, n_used, n, _ = weighted.ne
+    return (
+        (a.ne, w.ne) == (weighted.ne, (1, n_used, n, 1))
+        and len(group.views) == n_used == len(group.parts)
+        and all(
+            view.view_offs == weighted.view_offs + i * weighted.nb[1]
+            and view.ne == (n_embd, n, 1, 1)
+            and view.nb[:2] == (weighted.nb[0], weighted.nb[2])
+            for i, view in enumerate(group.views)
+        )
+    )
+
+
+def _rows_of_heads(group: Group, rope_: str = "rope", put: str = "set_rows") -> bool:
     """Whether each written row consists of all heads of a token, in order."""
-    rope, rows = group["rope"], group["set_rows"].sources[0]
+    rope, rows = group[rope_], group[put].sources[0]
     return (
         rope.is_contiguous()
         and rows.is_contiguous()
@@ -236,6 +315,34 @@ def _product(name: str, added: str | None) -> PatternNode:
     return PatternNode(added, (Op.ADD,), ((product, (0, 1)),)) if added else product
 
 
+def _routing(*, is_sorted: bool, div: bool, clamp: bool = False) -> Pattern:
+    shares = PatternNode("shares", (Op.SOFT_MAX,), is_shared=True)
+    chosen = PatternNode("chosen", (Op.TOP_K,), ((shares, (0,)),), keepable=True)
+    if is_sorted:
+        sorted_ = PatternNode("sorted", (Op.ARGSORT,), ((shares, (0,)),))
+        chosen = PatternNode("chosen", (Op.VIEW,), ((sorted_, (0,)),), keepable=True)
+    inputs = ((shares, (0,)), (chosen, (1,)))
+    last = PatternNode("weights", (Op.GET_ROWS,), inputs, by_views=True, is_shared=div)
+    if div:
+        total = PatternNode("total", (Op.SUM_ROWS,), ((last, (0,)),), by_views=True)
+        if clamp:
+            total = PatternNode("clamp", (Op.CLAMP,), ((total, (0,)),), in_place=True)
+        last = PatternNode("div", (Op.DIV,), ((last, (0,)), (total, (1,))), by_views=True)
+    return Pattern("routing", last, _chosen_rows, early=True)
+
+
+@cache
+def _rope(part: str, *, norm: bool) -> PatternNode:
+    """Return the rope of queries or keys, of a normalised head or any tensor; `part` is `q` or `k`."""
+    scaled = PatternNode(f"{part}_mul", (Op.MUL,), ((PatternNode(f"{part}_norm", (Op.RMS_NORM,)), (0, 1)),))
+    return PatternNode(f"{part}_rope", (Op.ROPE,), ((scaled, (0,)),) if norm else ())
+
+
+@cache
+def _keys(*, norm: bool) -> PatternNode:
+    return PatternNode("k_rows", (Op.SET_ROWS,), ((_rope("k", norm=norm), (0,)),), by_views=True)
+
+
 def _glu(*, add: bool, split: bool) -> Pattern:
     inputs = [(_product("gate", "gate_add" if add else None), (0,))]
     if split:
@@ -244,7 +351,33 @@ def _glu(*, add: bool, split: bool) -> Pattern:
     return Pattern("glu", PatternNode("glu", (Op.GLU,), tuple(inputs)), fits)
 
 
+_WEIGHTED = PatternNode("weighted", (Op.MUL,), is_shared=True)
+_PRODUCTS = (_product("gate", None), (0,)), (_product("up", None), (1,))
+
 PATTERNS: Final[tuple[Pattern, ...]] = (
+    Pattern("mul_mats", PatternNode("", (Op.ADD, Op.MUL_MAT)), lambda _: True, early=True),
+    Pattern(
+        "rope_kv",
+        PatternNode("v_rows", (Op.SET_ROWS,)),
+        lambda group: _rows_of_heads(group, "k_rope", "k_rows"),
+    ),
+    Pattern(
+        "experts_sum",
+        PatternNode("add", (Op.ADD,), ((_WEIGHTED, (0,)), (_WEIGHTED, (1,))), by_views=True, repeats=True),
+        _each_slot_once,
+    ),
+    *[
+        _routing(is_sorted=is_sorted, div=div, clamp=clamp)
+        for div, clamp in ((True, True), (True, False), (False, False))
+        for is_sorted in (False, True)
+    ],
+    Pattern(
+        "glu_id",
+        PatternNode(
+            "glu", (Op.GLU,), tuple((replace(part, ops=(Op.MUL_MAT_ID,)), at) for part, at in _PRODUCTS)
+        ),
+        _same_operand,
+    ),
     _norm(add=True, mul=True, shift=True),
     _norm(add=False, mul=True, shift=True),
     _norm(add=True, mul=True, shift=False),
@@ -278,10 +411,12 @@ CanFuse = Callable[[Group], bool]
 """Whether a backend has a kernel for a group."""
 
 _NEEDED = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.LOSS
-_LAST = frozenset(op for pattern in PATTERNS for op in pattern.last.ops)
+_NAMES: Final[frozenset[Name]] = frozenset(pattern.name for pattern in PATTERNS)
 
 
-def fuse(graph: Graph, can_fuse: CanFuse, *, by_place: bool = True) -> list[Tensor | Group]:
+def fuse(
+    graph: Graph, can_fuse: CanFuse, *, by_place: bool = True, names: frozenset[Name] = _NAMES
+) -> list[Tensor | Group]:
     """Return the graph's nodes in topological order, with nodes that one kernel computes joined to groups.
 
     A group has the position of its last node. A node is in at most one group.
@@ -290,25 +425,34 @@ def fuse(graph: Graph, can_fuse: CanFuse, *, by_place: bool = True) -> list[Tens
         graph: A graph, or a view of one (`Graph.view`).
         can_fuse: Whether the backend has a kernel for a fusable group.
         by_place: Whether `can_fuse` depends on the tensors' memory.
+        names: The patterns to look for.
     """
     if len(graph) < 2 or not env.flag("GGMLB_FUSE", default=True):
         return list(graph.nodes)
-    groups = _Finder(graph, can_fuse, by_place).groups()
+    return _items(graph, _Finder(graph, can_fuse, by_place, names).groups())
+
+
+def _items(graph: Graph, groups: list[Group]) -> list[Tensor | Group]:
     ends = {group.result: group for group in groups}
     inner = {node for group in groups for node in group.nodes}
     return [ends.get(node, node) for node in graph.nodes if node in ends or node not in inner]
 
 
-def gather(graph: Graph, can_fuse: CanFuse) -> None:
+def gather(graph: Graph, can_fuse: CanFuse, names: frozenset[Name] = _NAMES) -> None:
     """Reorder a graph so that the nodes of each group that `fuse` finds stand together, at its last node.
 
+    Those of early patterns are first moved to the group's first node, if only that position is possible.
     Views without an op are inserted after a group, so that the allocator keeps its operands until its
     result is placed. The groups are saved in `graph.marks`: a plan only checks whether they are valid.
     """
+    if len(graph) < 2 or not env.flag("GGMLB_FUSE", default=True):
+        return
+    graph.nodes = list(graph.nodes)
+    finder = _Finder(graph, can_fuse, True, names)
     owners: dict[Tensor, Group] = {}
     waiting: dict[Tensor, list[Tensor]] = {}
     needed: dict[Tensor, list[Tensor]] = {}
-    for item in fuse(graph, can_fuse):
+    for item in _items(graph, [*finder.hoisted(), *finder.groups()]):
         if isinstance(item, Group):
             graph.marks[item.result] = item
             waiting[item.result] = []
@@ -345,20 +489,23 @@ def _view_of(tensor: Tensor) -> Tensor:
 class _Finder:
     """Finds the groups of one graph."""
 
-    def __init__(self, graph: Graph, can_fuse: CanFuse, by_place: bool) -> None:
+    def __init__(self, graph: Graph, can_fuse: CanFuse, by_place: bool, names: frozenset[Name]) -> None:
         self._graph = graph
         self._nodes = graph.nodes
         self._places = {node: i for i, node in enumerate(graph.nodes)}
         self._can_fuse = can_fuse
         self._by_place = by_place
+        self._names = names
         self._marks = graph.marks if graph.owner_checks else {}
         self._taken: set[Tensor] = set()
+        self._gated: dict[Tensor, bool] = {}
 
     @cached_property
     def _uses(self) -> Counter[Tensor]:
         return self._graph.use_counts()
 
     def groups(self) -> list[Group]:
+        """Return the groups that may be computed at their last nodes."""
         if self._marks:  # gather has searched all nodes: there are no other groups
             return [
                 group
@@ -366,53 +513,104 @@ class _Finder:
                 if isinstance(group, Group) and self._still_fits(group)
             ]
         found: list[Group] = []
+        ends = _ends(self._names)
         for node in reversed(self._nodes):  # later nodes match first: a residual joins the norm
-            if node.op not in _LAST:
+            if node.op in ends and (group := self._search(node)) is not None:
+                self._taken.update(group.nodes)
+                found.append(group)
+        return found
+
+    def hoisted(self) -> list[Group]:
+        """Move the nodes of early groups to the group's first node, in the graph; return these groups."""
+        found: list[Group] = []
+        nodes, places, i = self._nodes, self._places, len(self._nodes) - 1
+        ends = _ends(self._names, True)
+        while i >= 0 and ends:
+            group = self._search(nodes[i], early=True) if nodes[i].op in ends else None
+            if group is None:
+                i -= 1
                 continue
-            for pattern in _patterns(node.op, *[None if s is None else s.op for s in node.src]):
-                group = self._match(pattern, node)
-                if (
-                    group is not None
-                    and pattern.fits(group)
-                    and self._is_safe(group)
-                    and self._can_fuse(group)
-                ):
-                    self._taken.update(group.nodes)
-                    found.append(group)
-                    break
+            self._taken.update(group.nodes)
+            found.append(group)
+            moved = sorted(places[node] for node in {*group.nodes, *group.views})
+            for at, place in enumerate(moved, moved[0]):
+                nodes.insert(at, nodes.pop(place))
+            for place in range(moved[0], i + 1):
+                places[nodes[place]] = place
         return found
 
     # -- structure -----------------------------------------------------------------------------
 
+    def _search(self, node: Tensor, early: bool = False) -> Group | None:
+        """Return the group that ends at a node; with `early`, one to be computed at its first node."""
+        if node in self._taken:
+            return None
+        sources = [None if s is None else s.op for s in node.src]
+        for pattern in _patterns(self._names, early, node.op, *sources):
+            group = self._match(pattern, node)
+            if (
+                group is not None
+                and pattern.fits(group)
+                and self._is_safe(group)
+                and self._may_move(group, early)
+                and self._can_fuse(group)
+            ):
+                return group
+        return None
+
     def _match(self, pattern: Pattern, node: Tensor) -> Group | None:
         parts: dict[str, Tensor] = {}
         views: list[Tensor] = []
-        if not self._find(pattern.last, node, parts, views):
+        if pattern.name == "mul_mats":
+            is_found = self._find_products(node, parts)
+        elif pattern.name == "rope_kv":
+            is_found = self._find_heads(node, parts, views)
+        else:
+            is_found = self._find(pattern.last, node, parts, views)
+        if not is_found:
             return None
-        kept = [t for t in parts.values() if t is not node and not self._may_drop(t)]
-        return Group(pattern.name, parts, tuple(views), tuple(kept))
+        group = Group(pattern.name, parts, tuple(dict.fromkeys(views)))
+        if pattern.name in _COUNTED:
+            read = chain.from_iterable([t.src for t in (*group.nodes, *group.views)])
+            group.readers = Counter(s for s in read if s is not None)
+        kept = [t for t in parts.values() if t is not node and not self._may_drop(t, group)]
+        if not self._may_drop_views(group) or any([t is parts.get(part) for t in kept for part in _SHARED]):
+            return None
+        group.kept = tuple(kept)
+        return group
 
     def _still_fits(self, group: Group) -> bool:
         """Whether a group found before its nodes were allocated is still valid."""
         places, kept = self._places, group.kept
         for node in group.nodes:
-            if node not in places or not (node is group.result or node in kept or self._may_drop(node)):
+            if node not in places or not (
+                node is group.result or node in kept or self._may_drop(node, group)
+            ):
                 return False
-        if any([self._uses[view] != 1 for view in group.views]):
-            return False
-        return self._is_safe(group) and (not self._by_place or self._can_fuse(group))
+        return (
+            self._may_drop_views(group)
+            and self._is_safe(group)
+            and self._may_move(group)
+            and (not self._by_place or self._can_fuse(group))
+        )
 
     def _find(self, part: PatternNode, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
         """Add a part and its inputs in order; return whether they match (or `parts` is invalid)."""
-        if node not in self._places or node in self._taken or 0 in node.ne or node in parts.values():
+        if node in parts.values():
+            return parts.get(part.name) is node
+        if node not in self._places or node in self._taken or 0 in node.ne:
             return False
-        for inner, operands in part.inputs:
-            for i in operands:
-                if self._find_input(part, inner, node, i, parts, views):
-                    break
-            else:
-                return False
-        parts[part.name] = node
+        links = [node]
+        while part.repeats and (inner := links[-1].sources[0]).op in part.ops and self._may_drop(inner):
+            links.append(inner)
+        for i, link in enumerate(reversed(links)):
+            for inner_part, operands in part.inputs[min(i, 1) :]:
+                for operand in operands:
+                    if self._find_input(part, inner_part, link, operand, parts, views):
+                        break
+                else:
+                    return False
+            parts[part.name if link is node else f"{part.name}{i + 1}"] = link
         return True
 
     def _find_input(
@@ -426,25 +624,102 @@ class _Finder:
     ) -> bool:
         source = node.src[i] if i < len(node.src) else None
         between = []
-        while part.by_views and source is not None and source.op in NO_OPS and source.src:
-            if self._uses[source] != 1 or source.flags & _NEEDED:
+        while part.by_views and source is not None and source.op in NO_OPS and source.op not in inner.ops:
+            if not source.src or source.flags & _NEEDED or (self._uses[source] != 1 and not inner.is_shared):
                 return False
             between.append(source)
             source = source.src[0]
-        if source is None or source.op not in inner.ops or source.dtype is not DType.F32:
+        if source is None or source.op not in inner.ops or source.dtype not in (DType.F32, DType.I32):
             return False
-        if not (inner.keepable or self._may_drop(source)):
+        if not (inner.keepable or inner.is_shared or self._may_drop(source, in_place=inner.in_place)):
             return False
         views += between
         return self._find(inner, source, parts, views)
 
-    def _may_drop(self, node: Tensor) -> bool:
+    @cached_property
+    def _readers(self) -> dict[tuple[Op, Tensor | None], list[Tensor]]:
+        """The products, ropes and writes of rows that have a tensor as their second operand."""
+        found: dict[tuple[Op, Tensor | None], list[Tensor]] = {}
+        for node in self._nodes:
+            if node.op in (Op.MUL_MAT, Op.ROPE, Op.SET_ROWS):
+                found.setdefault((node.op, node.src[1]), []).append(node)
+        return found
+
+    @cached_property
+    def _followers(self) -> dict[Tensor | None, Tensor]:
+        """The last sum or gated unit that reads a tensor."""
+        return {s: node for node in self._nodes if node.op in (Op.ADD, Op.GLU) for s in node.src}
+
+    def _find_products(self, node: Tensor, parts: dict[str, Tensor]) -> bool:
+        """Add all products of one operand with alike weights, and their biases; the last result is `node`."""
+        last = node if node.op is Op.MUL_MAT else next((s for s in node.sources if s.op is Op.MUL_MAT), None)
+        alike = self._readers.get((Op.MUL_MAT, last.src[1]), ()) if last is not None else ()
+        if last is None or len(alike) < 2:
+            return False
+        weight = last.sources[0]
+        units: list[list[Tensor]] = []
+        for product in reversed(alike):
+            if product in self._taken or 0 in product.ne or not _alike(product.sources[0], weight):
+                continue
+            bias = self._followers.get(product) if self._may_drop(product) else None
+            if bias is not None and not (
+                bias.op is Op.ADD and bias.ne == product.ne and _is_row(bias, product)
+            ):
+                bias = None
+            unit = [product] if bias is None else [product, bias]
+            if self._is_gated(unit[-1]):
+                continue
+            if not units and product is not last:
+                return False
+            units.append(unit)
+        units.sort(key=lambda unit: self._places[unit[-1]])
+        for i, unit in enumerate(units):
+            parts.update(zip((f"mul_mat{i}", f"add{i}"), unit, strict=False))
+        return len(units) > 1 and units[-1][-1] is node
+
+    def _is_gated(self, node: Tensor) -> bool:
+        """Whether a kernel computes the gated unit that reads a product or biased product, with that."""
+        unit = self._followers.get(node)
+        if unit is None or unit.op is not Op.GLU:
+            return False
+        if unit not in self._gated:
+            self._gated[unit] = self._search(unit) is not None
+        return self._gated[unit]
+
+    def _find_heads(self, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
+        """Add rope of queries and keys, and the writes of keys and values (`node`) to rows of the cache."""
+        puts = self._readers.get((Op.SET_ROWS, node.src[1]), [])
+        i = puts.index(node) if node not in self._taken and 0 not in node.ne else 0
+        for norm in (True, False) if i else ():
+            parts.clear()
+            views.clear()
+            if not self._find(_keys(norm=norm), puts[i - 1], parts, views):
+                continue
+            key = parts["k_rope"]
+            ropes = self._readers[Op.ROPE, key.src[1]]
+            at = ropes.index(key)
+            beside = [rope for rope in ropes[max(at - 1, 0) : at + 2] if rope is not key]
+            query = min(beside, key=lambda rope: abs(self._places[rope] - self._places[key]), default=key)
+            if self._places[query] > self._places[node]:
+                return False
+            alike = (query.params, query.src[2:], query.ne[0]) == (key.params, key.src[2:], key.ne[0])
+            if alike and self._find(_rope("q", norm=norm), query, parts, views):
+                parts["v_rows"] = node
+                return True
+        return False
+
+    def _may_drop(self, node: Tensor, group: Group | None = None, in_place: bool = False) -> bool:
+        """Whether nothing but the node's reader, or the nodes of its group, reads its result."""
         return (
-            self._uses[node] == 1
+            self._uses[node] == (1 if group is None or group.readers is None else group.readers[node])
             and not node.flags & _NEEDED
-            and node.view_src is None
+            and (node.view_src is None or in_place or (group is not None and node.view_src in group.nodes))
             and (node.buffer is None or node.buffer.usage is BufferUsage.COMPUTE)
         )
+
+    def _may_drop_views(self, group: Group) -> bool:
+        readers = group.readers
+        return all([self._uses[t] == (1 if readers is None else readers[t]) for t in group.views])
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -464,41 +739,68 @@ class _Finder:
                     meet = (operand.view_src or operand) is (result.view_src or result)
                 if meet and not (may_be_in_place and same_place(result, operand)):
                     return False
-        return self._may_wait(group)
+        return True
 
-    def _may_wait(self, group: Group) -> bool:
-        """Whether all nodes can be computed as late as the group's last node."""
+    def _may_move(self, group: Group, early: bool = False) -> bool:
+        """Whether all nodes can be computed at the group's last node; `early`: only at its first."""
         nodes, places = self._nodes, self._places
         start, end = min([places[node] for node in group.nodes]), places[group.result]
         if end - start == len(group.nodes) - 1:
-            return True
+            return not early
+        if early and self._may_move(group):
+            return False
         inside = {*group.nodes, *group.views}
         between = [i for i in range(start + 1, end) if nodes[i].op not in NO_OPS and nodes[i] not in inside]
         for part, node in group.parts.items() if between else ():
-            kept = node in group.kept
+            operands, is_written = group.outside[part], node in group.kept or node is group.result
+            if early and any([places.get(operand, -1) > start for operand in operands]):
+                return False
             for i in between:
+                if (i > places[node]) is early:
+                    continue  # the node keeps its side
                 other = nodes[i]
-                if i < places[node] or node is group.result:
-                    continue
-                for operand in group.outside[part]:
-                    if overlap(other, operand):
-                        return False
-                if kept and any(overlap(t, node) for t in (other, *other.src) if t is not None):
+                written = (other, *[other.sources[k] for k in SPECS[other.op].also_written])
+                if any([overlap(t, operand) for t in written for operand in operands]):
+                    return False
+                if is_written and any(overlap(t, node) for t in (other, *other.src) if t is not None):
                     return False
         return True
 
 
+_COUNTED: Final = frozenset({"routing", "experts_sum", "mul_mats", "rope_kv"})
+"""Patterns with parts that are read more than once, or by no node of the group."""
+
+_SHARED: Final = ("shares", "weights", "weighted")
+"""Parts that only the group may read, though more than one of its nodes does."""
+
+
+def _is_row(added: Tensor, node: Tensor) -> bool:
+    """Whether a sum adds one row to each row of a node."""
+    return all(s is node or s.ne[1:] == (1, 1, 1) for s in added.sources)
+
+
 @cache
-def _patterns(op: Op, *sources: Op | None) -> tuple[Pattern, ...]:
+def _ends(names: frozenset[Name], early: bool = False) -> frozenset[Op]:
+    """Return the ops of the last nodes of patterns."""
+    found = [pattern for pattern in PATTERNS if pattern.name in names and pattern.early >= early]
+    return frozenset(op for pattern in found for op in pattern.last.ops)
+
+
+@cache
+def _patterns(names: frozenset[Name], early: bool, op: Op, *sources: Op | None) -> tuple[Pattern, ...]:
     """Return the patterns that may end at a node, by its op and those of its sources."""
 
     def may_read(part: PatternNode, inner: PatternNode, i: int) -> bool:
         source = sources[i] if i < len(sources) else None
+        if part.repeats and i == 0 and source in part.ops:
+            return True
         return source in inner.ops or (part.by_views and source in NO_OPS)
 
     return tuple(
         pattern
         for pattern in PATTERNS
         if op in pattern.last.ops
+        and pattern.name in names
+        and pattern.early >= early
         and all(any(may_read(pattern.last, inner, i) for i in read) for inner, read in pattern.last.inputs)
     )

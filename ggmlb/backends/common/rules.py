@@ -83,6 +83,12 @@ class Rules(Generic[Lower]):
 
         return register
 
+    @property
+    def patterns(self) -> frozenset[Name]:
+        """The fusion patterns that have a rule."""
+        own = frozenset(key for key in self._rules if not isinstance(key, Op))
+        return own if self._base is None else own | self._base.patterns
+
     def find(self, item: Item, target: Any = None) -> Lower | None:
         """Return the lowering function of the first rule that applies to a node or group, or `None`.
 

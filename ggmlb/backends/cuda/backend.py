@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ggmlb.backends.cuda.buffer import can_pitch, queue_copy
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import CopyKind, cuda_errors, guard
+from ggmlb.backends.cuda.kernels import RULES
 from ggmlb.backends.cuda.lowering import can_fuse
 from ggmlb.backends.cuda.plan import CudaPlan, IdleGraphs
 from ggmlb.backends.cuda.stream import Clock, CudaEvent, DeferredRelease
@@ -47,6 +48,7 @@ class CudaBackend(GpuBackend):
     guid = "ggmlb-cuda-cupy"
 
     device: CudaDevice
+    rules = RULES
 
     def __init__(self, device: CudaDevice) -> None:
         super().__init__(device)

@@ -81,7 +81,7 @@ class GpuPlan(GraphPlan, Generic[Step]):
 
     def __init__(self, backend: GpuBackend, graph: Graph, by: KindLowering[Any, Any]) -> None:
         super().__init__(backend, graph)
-        items = fuse(graph, backend.can_fuse)
+        items = fuse(graph, backend.can_fuse, names=backend.rules.patterns)
         bound = BoundItems(items, backend.device.kinds, by, _is_apart)
         products = {
             i: RowSplitProduct(x, backend, backend.helpers) for i, x in enumerate(items) if _is_apart(x)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ggmlb.backends.common.fusion import Group, gather
 from ggmlb.backends.gpu.bad_index import BadIndices
 from ggmlb.backends.gpu.buffer import GpuBuffer
 from ggmlb.backends.gpu.device import GpuDevice
+from ggmlb.backends.gpu.lowering import RULES, GpuRules
 from ggmlb.backends.gpu.plan import Arena, GpuPlan
 from ggmlb.interface import Backend
 from ggmlb.parallel.row_split import Helpers
@@ -27,12 +28,14 @@ class GpuBackend(Backend):
     """Base class of streams that run the portable kernels.
 
     Attributes:
+        rules: The rules that lower its nodes.
         arena: Scratch memory shared by its plans.
         helpers: Its helper streams on other devices, for split products.
         bad_indices: The record of out-of-range indices of its kernels.
     """
 
     device: GpuDevice
+    rules: ClassVar[GpuRules] = RULES
 
     def __init__(self, device: GpuDevice) -> None:
         super().__init__(device)
@@ -53,7 +56,7 @@ class GpuBackend(Backend):
 
     def graph_optimize(self, graph: Graph) -> None:
         """Reorder the graph so that the nodes of each fused group stand together."""
-        gather(graph, self.can_fuse)
+        gather(graph, self.can_fuse, self.rules.patterns)
 
     def _plan_free(self, plan: GraphPlan) -> None:
         cast("GpuPlan[Any]", plan).release()

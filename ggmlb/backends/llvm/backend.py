@@ -72,7 +72,7 @@ class LlvmBackend(Backend):
 
     def graph_optimize(self, graph: Graph) -> None:
         """Reorder nodes so that those of a fused group follow each other."""
-        gather(graph, self.can_fuse)
+        gather(graph, self.can_fuse, RULES.patterns)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         return LlvmPlan(self, graph)

@@ -13,6 +13,7 @@ from ggmlb.backends.llvm.lowering.context import (
     NOTHING,
     NUMBER,
     OPERANDS,
+    RULES,
     LoweredSteps,
     LoweringContext,
     lower,
@@ -51,7 +52,7 @@ class LlvmPlan(GraphPlan):
         self._errors = aligned_empty(64).view(np.int64)
         self._errors[:] = 0
         with progress.task(f"{backend.name}: compiling kernels") as task:
-            self._items = fuse(graph, backend.can_fuse, by_place=False)
+            self._items = fuse(graph, backend.can_fuse, by_place=False, names=RULES.patterns)
             self._lower(backend, task)
         self._span = self._pool.span(self._address, 0, self.n_steps)
         self._faults = self._errors.data  # a memoryview: NumPy's code would be out of the caches after steps

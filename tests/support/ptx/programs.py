@@ -5,14 +5,14 @@ Each compares with the CPU backend, or with what ggml computed; `PROGRAMS` has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from ggmlb import Context, DType, Graph, init_by_name
-from ggmlb.backends.common.fusion import Item
+from ggmlb import BufferUsage, Context, DType, Graph, init_by_name
+from ggmlb.backends.common.fusion import Group, Item, fuse, gather
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.kernels import RULES, Step, products
 from ggmlb.backends.gpu import RULES as PORTABLE
@@ -21,6 +21,7 @@ from ggmlb.backends.gpu.lowering.matmul import Glu
 from ggmlb.core.enums import GluOp
 from ggmlb.core.tensor import Tensor
 from ggmlb.testing.programs import Built, Case
+from tests.support.fusable import mixture
 from tests.support.golden import CASES
 from tests.support.ptx import BACKWARD, FORWARD, Memory
 from tests.support.ptx.runner import Runner, place
@@ -129,6 +130,90 @@ def experts(dtype: DType, slots: int, tokens: int, own: bool) -> list[Step]:
     chosen[: tokens * 3 // 4] = 0
     chosen[-1], chosen[0, 0] = 2, 1
     return beside_cpu(ctx.mul_mat_id(w, x, ids), ctx, lambda: ids.set_array(chosen), own=own)
+
+
+def fused(
+    y: Tensor, *more: Tensor, ctx: Context, prepare: Callable[[], None] | None = None, own: bool = True
+) -> list[Step]:
+    """Compute a graph with its nodes fused, and compare with the CPU; return all steps.
+
+    Args:
+        y: The result to compare.
+        more: Other results.
+        ctx: The context.
+        prepare: Sets operands other than floats.
+        own: Whether CUDA's own kernels may have a part.
+    """
+    rules = RULES if own else PORTABLE
+    fill(ctx)
+    for t in ctx.tensors:
+        if t.op.name != "NONE" and t.buffer is not None:
+            t.buffer.usage = BufferUsage.COMPUTE
+    if prepare is not None:
+        prepare()
+    graph = Graph().build_forward_expand(y, *more)
+
+    def can_fuse(group: Group) -> bool:
+        return rules.find(group, CARD) is not None
+
+    gather(graph, can_fuse, rules.patterns)
+    items = fuse(graph, can_fuse, names=rules.patterns)
+    steps = [step for item in items for step in steps_of(item, CARD, own)]
+    close(in_both_orders(steps, y), on_cpu(y))
+    return steps
+
+
+def experts_layer(dtype: DType, n: int, n_experts: int, own: bool = True, **how: bool) -> list[Step]:
+    """A mixture of experts: routing, products with two of them for each of `n` tokens, and their sum."""
+    ctx = Context()
+    x, router = ctx.new_tensor(DType.F32, (96, n)), ctx.new_tensor(DType.F32, (96, n_experts))
+    gate, up, down = (ctx.new_tensor(dtype, (96, 96, n_experts)) for _ in range(3))
+    y = mixture(ctx, x, router, gate, up, down, n_used=2, **how)
+    return fused(y, ctx=ctx, own=own)
+
+
+def side_by_side(dtype: DType, n: int, sizes: Sequence[int], bias: bool, k: int = 1056) -> list[Step]:
+    """Products of one operand with weights of several sizes, and biases."""
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (k, n))
+    ys = [ctx.mul_mat(ctx.new_tensor(dtype, (k, m)), x) for m in sizes]
+    if bias:
+        ys = [ctx.add(y, ctx.new_tensor(DType.F32, y.ne[:1])) for y in ys]
+    y, *more = reversed(ys)
+    steps = fused(y, *more, ctx=ctx)
+    for other in more:
+        close(other.to_numpy().copy(), on_cpu(other))
+    return steps
+
+
+def heads(mode: int, size: int, n: int, norms: bool) -> list[Step]:
+    """Rope of queries and keys, and the rows of a cache; returns with the cache compared."""
+    ctx = Context()
+    positions, ids = ctx.new_tensor(DType.I32, (n,)), ctx.new_tensor(DType.I32, (n,))
+    keys, values = (ctx.new_tensor(DType.F16, (2 * size, 9)) for _ in "kv")
+    q, k, v = (ctx.new_tensor(DType.F32, (size * heads, n)) for heads in (6, 2, 2))
+
+    def rotated(t: Tensor) -> Tensor:
+        t = ctx.reshape_3d(t, size, t.ne[0] // size, n)
+        if norms:
+            t = ctx.mul(ctx.rms_norm(t, 1e-5), ctx.new_tensor(DType.F32, (size,)))
+        return ctx.rope(t, positions, size, mode)
+
+    query, key = rotated(q), rotated(k)
+    put = [ctx.set_rows(keys, ctx.reshape_2d(key, *keys.ne[:1], n), ids), ctx.set_rows(values, v, ids)]
+
+    def prepare() -> None:
+        positions.set_array(np.arange(n) + 3)
+        ids.set_array(np.arange(n)[::-1] * 2)
+
+    steps = fused(query, *put, ctx=ctx, prepare=prepare, own=False)
+    for cache in (keys, values):
+        got = cache.to_numpy()[::2].astype(np.float32).copy()
+        cache.memset(0, 0, cache.nbytes)
+        with init_by_name("CPU") as cpu:
+            cpu.graph_compute(Graph().build_forward_expand(*put))
+        close(got[:n], cache.to_numpy()[::2][:n].astype(np.float32))
+    return steps
 
 
 # d_k, d_v, queries, keys, heads, heads of keys, batches
@@ -243,8 +328,17 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "bf16, gated": partial(gated, DType.BF16, 1320, 13, 2),
     "q4_0, gated": partial(gated, DType.Q4_0, 256 * 9, 7, 2),
     "f16, gated": partial(gated, DType.F16, 1320, 13, 1),
-    "q4_0, experts": partial(experts, DType.Q4_0, 2, 3, True),
-    "f16, experts": partial(experts, DType.F16, 2, 3, True),
+    "q4_0, experts": partial(experts, DType.Q4_0, 1, 3, True),
+    "q4_0, sorted experts": partial(experts, DType.Q4_0, 1, 60, True),
+    "q8_0, a layer of experts": partial(experts_layer, DType.Q8_0, 3, 8),
+    "q4_0, a layer of sorted experts": partial(experts_layer, DType.Q4_0, 10, 3),
+    "f16, a layer of experts": partial(experts_layer, DType.F16, 2, 8, is_sorted=True, div=False),
+    "q4_0, three weights": partial(side_by_side, DType.Q4_0, 1, (70, 20, 33), bias=False),
+    "q8_0, two weights and biases": partial(side_by_side, DType.Q8_0, 3, (70, 21), bias=True),
+    "f16, three weights and biases": partial(side_by_side, DType.F16, 2, (70, 20, 33), bias=True),
+    "portable heads": partial(heads, 2, 96, 3, norms=False),
+    "portable heads, normalised": partial(heads, 0, 64, 2, norms=True),
+    "f16, experts": partial(experts, DType.F16, 1, 3, True),
     "argmax, long rows": partial(argmax, 1000),
     "portable f16, few columns": partial(portable, DType.F16, 1320, 5, 3),
     "portable f32, few columns and a rest": partial(portable, DType.F32, 69, 5, 3),

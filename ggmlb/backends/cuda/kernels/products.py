@@ -8,14 +8,22 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.common.rules import FLOATS
+from ggmlb.backends.common.rules import FLOATS, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.cublas import cannot_describe, gemms
 from ggmlb.backends.cuda.kernels.base import PACKAGE, RULES
 from ggmlb.backends.gpu import BadIndex, Launch, PreparedOperand, Scratch
 from ggmlb.backends.gpu.launch import flattened, launch, mapped
 from ggmlb.backends.gpu.lowering.copy import copy
-from ggmlb.backends.gpu.lowering.matmul import PRODUCT, Glu, gated, too_many_groups
+from ggmlb.backends.gpu.lowering.matmul import (
+    MIN_COLUMNS_OF_EXPERT,
+    PRODUCT,
+    READ_IN_EIGHTS,
+    Glu,
+    expert_tiles,
+    gated,
+    too_many_groups,
+)
 from ggmlb.backends.gpu.source import kernels, types_with
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, Prec
@@ -65,6 +73,9 @@ WITH_MINS = frozenset({DType.Q4_1, DType.Q5_1, DType.Q2_K, DType.Q4_K, DType.Q5_
 GLU_COLUMNS = 2
 """Most columns for which one kernel computes both products of a gated unit; beyond, sums spill."""
 
+MAX_MATRICES = 3
+"""Most weights that one kernel multiplies by one operand: queries, keys and values."""
+
 WG = 128
 WARPS = WG // 32
 GROUPS_EACH = 3
@@ -83,7 +94,7 @@ def _kernel(
     **flags: str | int,
 ) -> Launch:
     made = launch(kernels(PACKAGE)[name], [*mems, *numbers], groups, WG, **flags)
-    return replace(made, takes_turns=name in ("mul_mat_q8", "mul_mat_id_q8"))
+    return replace(made, takes_turns=name in ("mul_mat_q8", "mul_mats_q8", "mul_mat_id_q8"))
 
 
 def _shape(
@@ -300,26 +311,124 @@ def _glu(group: Group, target: Target) -> list[Step | PreparedOperand]:
     return _small(target, weights, group["gate"].operand(1), Mem.of(group.result), bias, other)
 
 
+def _few_columns_of_several(group: Group, target: Target) -> str | None:
+    products = group.products
+    added = [product.added is not None for product in products]
+    b, results = products[0].node.operand(1), [product.node for product in products]
+    if len(products) > MAX_MATRICES or (any(added) and not all(added)):
+        return f"more than {MAX_MATRICES} products, or biases of some"
+    if any(t.ne[2:] != (1, 1) for t in results) or any(t.nb[0] != 4 for t in (*results, *group.nodes)):
+        return "several matrices of each weight, or results that are not in rows of f32"
+    if _way(target, products[0].node.operand(0), b.ne[1]) is not _Way.FEW:
+        return "many columns"
+    return _not_small(target, b, *[product.node.operand(0) for product in products])
+
+
+@RULES.rule("mul_mats", on=_few_columns_of_several)
+def _mul_mats(group: Group, target: Target) -> list[Step | PreparedOperand]:
+    """Return the steps of products of one operand: the rows of all weights are divided among the groups."""
+    products = group.products
+    b, n = products[0].node.operand(1), products[0].node.ne[1]
+    results = [node for node in group.nodes if node.op is Op.ADD or products[0].added is None]
+    weights = [Mem.of(product.node.operand(0)) for product in products]
+    out = [Mem.of(node) for node in results]
+    biases = [
+        d if added is None else Mem.of(added).tiled_to(d.ne)
+        for (_, added, _), d in zip(products, out, strict=True)
+    ]
+    flags = {"MATRICES": len(products)} | ({"ADDED": 1} if products[0].added is not None else {})
+    many, biased, written = ([*mems, mems[-1]][:MAX_MATRICES] for mems in (weights, biases, out))
+    rows = weights[0].window((b.ne[0], sum(a.ne[1] for a in weights), 1, 1))  # as of one matrix
+    if rows.dtype not in IN_SUB_BLOCKS:
+        x, y, split = _shape(target, rows, n, 1, 512 // rows.dtype.type_size)
+        x += len(products) - 1  # each matrix may end with a part of a set
+        return [
+            _kernel("mul_mats_vec16", [*many, Mem.of(b), *biased, *written], (), (x, y, 1), **split, **flags)
+        ]
+    forms, activations, fused = _activations(b, n)
+    x, y, split = _shape(target, rows, n, 1, TILE)
+    x += len(products) - 1
+    mems = [*many, *activations, *biased, *written]
+    return [
+        *forms,
+        _kernel("mul_mats_q8", mems, (), (x, y, 1), **split, **flags, **_align(*weights), **fused),
+    ]
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
 def _rows_of_experts(node: Tensor, target: Target) -> str | None:
-    a, b = node.operand(0), node.operand(1)
-    if a.dtype not in IN_SUB_BLOCKS and not _in_vectors(b, a):
-        return "rows that are no vectors of 16 bytes"
-    return too_many_groups(target, *node.operand(2).ne[:2])
+    a, b, ids = map(node.operand, range(3))
+    if a.dtype not in IN_SUB_BLOCKS:
+        if not _in_vectors(b, a):
+            return "rows that are no vectors of 16 bytes"
+        if expert_tiles(target, node) is not None:
+            return "columns enough for tiles of floating-point weights"
+    return too_many_groups(target, *(_expert_grid(node) or ids.ne)[:2])
+
+
+def _rows_of_two_experts(group: Group, target: Target) -> str | None:
+    if operands(READ_IN_EIGHTS, FLOATS)(group["up"]) is not None:
+        return "a type that no kernel reads"
+    return _rows_of_experts(group["gate"], target) or _rows_of_experts(group["up"], target)
+
+
+def _expert_grid(node: Tensor) -> tuple[int, int, int] | None:
+    """Return the groups over pairs and over experts, and the columns of each; `None`: a group per pair."""
+    n_experts, (slots, tokens) = node.operand(0).ne[2], node.operand(2).ne[:2]
+    n_pairs = slots * tokens
+    if n_pairs < MIN_COLUMNS_OF_EXPERT * n_experts or node.operand(0).dtype not in IN_SUB_BLOCKS:
+        return None
+    columns = 4 if n_pairs < 4 * n_experts else 8
+    return min(-(-2 * n_pairs // (columns * n_experts)), -(-n_pairs // columns)), n_experts, columns
 
 
 @RULES.rule(Op.MUL_MAT_ID, *PRODUCT, on=_rows_of_experts)
 def _mul_mat_id(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
-    a, b, ids = node.operand(0), node.operand(1), node.operand(2)
-    slots, tokens = ids.ne[0], ids.ne[1]
-    ends = [Mem.of(ids), BadIndex(node, a.ne[2]).mem, Mem.of(node)]
+    return _experts(target, node, Mem.of(node))
+
+
+@RULES.rule("glu_id", on=_rows_of_two_experts)
+def _glu_id(group: Group, target: Target) -> list[Step | PreparedOperand]:
+    p, g = group["glu"].params, Mem.of(group["up"].operand(0))
+    glu = Glu(g, None, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))
+    return _experts(target, group["gate"], Mem.of(group.result), glu)
+
+
+def _experts(target: Target, node: Tensor, d: Mem, glu: Glu | None = None) -> list[Step | PreparedOperand]:
+    """Return the steps of products with chosen experts, or of gated units of two such products."""
+    a, b, ids = map(node.operand, range(3))
+    slots, tokens = ids.ne[:2]
+    weights = [Mem.of(a), Mem.of(a) if glu is None else glu.a]
+    numbers = (0.0, 0.0) if glu is None else (glu.alpha, glu.limit)
+    also: dict[str, str | int] = {} if glu is None else {"GLU": f"glu_{glu.op.name.lower()}"}
+    ends = [Mem.of(ids), BadIndex(node, a.ne[2]).mem, d]
     if a.dtype not in IN_SUB_BLOCKS:
         x, _, flags = _shape(target, a, 1, slots * tokens, 512 // a.dtype.type_size)
-        return [_kernel("mul_mat_id_vec16", [Mem.of(a), Mem.of(b), *ends], (), (x, slots, tokens), **flags)]
-    forms, activations, fused = _activations(b, 1)
-    x, _, flags = _shape(target, a, 1, slots * tokens, TILE)
-    mems = [Mem.of(a), *activations, *ends]
-    found = _kernel("mul_mat_id_q8", mems, (b.ne[1],), (x, slots, tokens), **flags, **_align(a), **fused)
-    return [*forms, found]
+        mems = [*weights, Mem.of(b), *ends]
+        return [_kernel("mul_mat_id_vec16", mems, numbers, (x, slots, tokens), **flags, **also)]
+    experts = _expert_grid(node)
+    if experts is None:
+        forms, activations, fused = _activations(b, 1)
+        x, _, flags = _shape(target, a, 1, slots * tokens, TILE)
+        mems = [*weights, *activations, *ends]
+        flags |= _align(*weights) | fused
+        grid = x, slots, tokens
+        return [*forms, _kernel("mul_mat_id_q8", mems, (b.ne[1], *numbers), grid, **flags, **also)]
+    y, n_experts, columns = experts
+    pairs = Scratch(4 * slots * tokens).mem(DType.I32, (slots * tokens, 1, 1, 1))
+    firsts = Scratch(4 * n_experts + 4).mem(DType.I32, (n_experts + 1, 1, 1, 1))
+    sort = _kernel("sort_pairs", [*ends[:2], pairs, firsts], (), (n_experts, 1, 1))
+    forms, activations, fused = _activations(b, 0)
+    x, _, flags = _shape(target, a, columns, y * n_experts, TILE)
+    flags |= _align(*weights) | fused | {"LISTED": 1}
+    mems, grid = [*weights, *activations, pairs, firsts, d], (x, y, n_experts)
+    return [
+        PreparedOperand(ids, f"pairs of {n_experts}", [sort], (pairs, firsts)),
+        *forms,
+        _kernel("mul_mat_experts_q8", mems, (slots, b.ne[1], *numbers), grid, **flags, **also),
+    ]
 
 
 # -- many columns, by cuBLAS -----------------------------------------------------------------------

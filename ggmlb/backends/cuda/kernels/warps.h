@@ -36,20 +36,26 @@ DEVICE_FN float share_sums(float *sum, float *partial)
 #define WRITE_SUMS(write) \
     if (WARP % SPLIT == 0) { \
         const int r = LANE/COLUMNS, c = LANE % COLUMNS; \
-        if (r < ROWS && r < n_rows && c < n_columns) write; \
+        if (r < ROWS && r < n_rows && c < n_columns) { write; } \
     }
 
-/* Epilogue. ADDED: a bias is added, one row or a whole matrix. GLU (its name): v, the product with a, is activated; w, the
+/* Epilogue. ADDED: a bias is added, one row or a whole matrix. GLU (its name): v, the product with a, is activated; u, the
    product with g, is the gate's other half. */
 #ifdef ADDED
-#define PLUS(bias, v) ((v) + LD(bias, m + r, n + c, i2, i3))
+#define PLUS_AT(bias, v, i2, i3) ((v) + LD(bias, m + r, n + c, i2, i3))
 #else
-#define PLUS(bias, v) (v)
+#define PLUS_AT(bias, v, i2, i3) (v)
 #endif
+#define PLUS(bias, v) PLUS_AT(bias, v, i2, i3)
+/* of several matrices, write the product with the first if is_0, with the second if is_1, or with the third */
+#define WRITE_TO_ONE(is_0, is_1) \
+    if (is_0) ST(d, m + r, n + c, 0, 0, PLUS_AT(bias, v, 0, 0)); \
+    else if (is_1) ST(d1, m + r, n + c, 0, 0, PLUS_AT(bias1, v, 0, 0)); \
+    else ST(d2, m + r, n + c, 0, 0, PLUS_AT(bias2, v, 0, 0));
 #ifdef GLU
 #include "activations.h"
 #define IF_GLU(...) __VA_ARGS__
-#define RESULT GLU(PLUS(bias, v), PLUS(bias_g, w), alpha, limit)
+#define RESULT GLU(PLUS(bias, v), PLUS(bias_g, u), alpha, limit)
 #else
 #define IF_GLU(...)
 #define RESULT PLUS(bias, v)

@@ -109,7 +109,7 @@ DEVICE_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory
 template <int n> DEVICE_FN void copy_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(n) : "memory"); }
 #else
 DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
-{ *(uint4 *)to = valid ? *(const uint4 *)from : make_uint4(0, 0, 0, 0); }
+{ *(uint4 *)to = valid ? load16_once(from) : make_uint4(0, 0, 0, 0); }
 DEVICE_FN void copy_commit() {}
 template <int n> DEVICE_FN void copy_wait_but() {}
 #endif

@@ -116,7 +116,7 @@ def _columns_per_group(target: Target, m: int, n: int, n_matrices: int) -> int:
     return max(48, min(PANEL_COLUMNS, -(-n // shares) + 2)) // 3 * 3
 
 
-def _expert_tiles(node: Tensor, target: Target) -> tuple[int, int] | None:
+def expert_tiles(target: Target, node: Tensor) -> tuple[int, int] | None:
     """Return the number of groups over columns and over experts; `None` without gathering in tiles."""
     n_experts, (slots, tokens) = node.operand(0).ne[2], node.operand(2).ne[:2]
     if not has_tiles(target) or not n_experts or slots * tokens < MIN_COLUMNS_OF_EXPERT * n_experts:
@@ -125,7 +125,7 @@ def _expert_tiles(node: Tensor, target: Target) -> tuple[int, int] | None:
 
 
 def _experts_fit(node: Tensor, target: Target) -> str | None:
-    return too_many_groups(target, *(_expert_tiles(node, target) or node.operand(2).ne[:2]))
+    return too_many_groups(target, *(expert_tiles(target, node) or node.operand(2).ne[:2]))
 
 
 @RULES.rule(Op.MUL_MAT_ID, *PRODUCT, on=_experts_fit)
@@ -133,7 +133,7 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     a, b, ids = (Mem.of(t) for t in node.src if t is not None)
     m = a.ne[1]
     mems = [a, b, ids, BadIndex(node, a.ne[2]).mem, Mem.of(node)]
-    tiles = _expert_tiles(node, target)
+    tiles = expert_tiles(target, node)
     if tiles is not None:
         kernel, rows, wg = (
             ("mul_mat_id_panel", PANEL_ROWS, 1) if target.on_cpu else ("mul_mat_id_tile", TILE, TILE_WG)
