@@ -1,14 +1,16 @@
-"""docs/c-api.md: every function of ggml's backend headers has a row, and every Python name resolves."""
+"""docs/c-api.md: every function of ggml has a row, or a reason for none, and every Python name resolves."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ggmlb
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 NAMES = (Path(__file__).parent / "c_api_names.txt").read_text().split()
@@ -42,3 +44,41 @@ def test_the_python_name_resolves(name: str, examples: dict[str, object]) -> Non
     for member in rest:
         assert not member.startswith("_")
         found = getattr(found, member) if hasattr(found, member) else getattr(examples[first], member)
+
+
+# -- the next version ------------------------------------------------------------------------------
+
+DIFF = str(ROOT / "scripts/diff_ggml_api.py")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads libraries of Linux")
+def test_the_installed_ggml_has_no_function_that_is_not_known() -> None:
+    pytest.importorskip("xllamacpp", reason="needs a ggml library: pip install 'ggmlb[ggml]'")
+    done = python(DIFF)
+    assert done.returncode == 0, done.stdout
+
+
+def test_new_and_vanished_functions_are_told(tmp_path: Path) -> None:
+    """A source tree with all known functions, then one more, and one less."""
+    for folder in ("include", "src"):
+        (tmp_path / folder).mkdir()
+    for name in ("include/ggml-backend.h", "include/ggml-alloc.h", "src/ggml-backend-impl.h"):
+        (tmp_path / name).write_text("// GGML_API void ggml_old(void);\n")
+    ops = (Path(__file__).parent / "ggml_functions.txt").read_text().splitlines()[1:]
+    gone = {"ggml_backend_meta_alloc_ctx_tensors_from_buft"}
+    names = sorted({*NAMES, *(f"ggml_{name}" for name in ops), "ggml_nbytes"} - gone)
+    header = tmp_path / "include/ggml.h"
+    header.write_text("".join(f"GGML_API struct x * {name}(\n    int a);\n" for name in names))
+    same = python(DIFF, str(tmp_path))
+    assert (same.returncode, same.stdout.count("\n")) == (0, 1), same.stdout
+    header.write_text(header.read_text().replace("ggml_add(", "ggml_add_up("))
+    done = python(DIFF, str(tmp_path))
+    assert done.returncode == 1
+    assert "new: ggml_add_up\n" in done.stdout and "gone: ggml_add\n" in done.stdout
+
+
+def test_what_is_missing_is_missing() -> None:
+    text = (ROOT / "scripts/ggml_api_known.txt").read_text()
+    missing = text.partition("not in ggmlb yet\n")[2].split()
+    assert missing and not {*missing} & {*NAMES}
+    assert not any(hasattr(ggmlb.Context, name.removeprefix("ggml_")) for name in missing)
