@@ -12,7 +12,7 @@ import ggmlb
 from ggmlb.models import Placement, TextModel
 from ggmlb.models.text.decoder import N_OUT, SIZES, Decoder
 from ggmlb.models.text.graph import RecurrentGraph, TextGraph
-from tests.support.text_models import KINDS
+from tests.support.text_models import KINDS, has_experts
 
 DEVICES = [d.name for d in ggmlb.devices()]
 N_CTX = 700
@@ -60,7 +60,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 def is_possible(kind: str, split: str) -> bool:
     """Whether a split is of this kind of model: devices that differ share no experts."""
-    return split != "shared" or not (kind.endswith(("experts", "moe")))
+    return split != "shared" or not has_experts(kind)
 
 
 EACH = [

@@ -18,14 +18,15 @@ from tests.support.text_models import KINDS, N_EMBD, N_VOCAB, sizes_of, vocabula
 REFUSED = {
     "attention.causal": Typed(BOOL, False), "attention.key_length_swa": 32, "attention.value_length_swa": 32,
     "embedding_length_out": 7, "expert_group_count": 2, "nextn_predict_layers": 1,
-    "rope.dimension_count_swa": 32,
+    "rope.dimension_count_swa": 16,
 }  # fmt: skip
 """Keys that llama.cpp follows and that are not supported here, with values that change its results."""
 
 MAY_BE_NONE = WITHOUT_EFFECT | {
-    "attention.sliding_window", "attn_logit_softcapping", "expert_count",
-    "expert_feed_forward_length", "final_logit_softcapping",
-    "rope.scaling.factor", "ssm.dt_b_c_rms",
+    "attention.scale", "attention.sliding_window", "attention.temperature_scale", "attn_logit_softcapping",
+    "embedding_scale", "expert_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+    "final_logit_softcapping", "residual_scale", "rope.scaling.factor", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "ssm.dt_b_c_rms",
 }  # fmt: skip
 
 
@@ -63,7 +64,8 @@ def test_sizes_of_nothing_are_refused(read: Reader, kind: str) -> None:
         for key, value in sizes_of(kind, 7).items()
         if isinstance(value, (int, float)) and read.outcome(kind, key, type(value)(0), plain) != "refused"
     }
-    assert none <= MAY_BE_NONE | ({"feed_forward_length"} if plain.experts or plain.is_recurrent else set())
+    own = {"logit_scale"} if kind in ("command-r", "cohere2") else set()
+    assert none <= MAY_BE_NONE | own
 
 
 def test_a_vocabulary_of_nothing_is_refused(read: Reader) -> None:

@@ -15,7 +15,7 @@ from ggmlb.models import Placement, TextModel
 from ggmlb.models.text.planner import open_planner
 from ggmlb.models.text.shards import Shards
 from tests.models.test_text_model import PROMPT, log_probs
-from tests.support.text_models import KINDS, write_text_model
+from tests.support.text_models import KINDS, has_experts, write_text_model
 
 NAMES = {d.name for d in ggmlb.devices()}
 PAIRS = [pair for pair in ("OpenCL0+CPU", "OpenCL0+OpenCL1") if {*pair.split("+")} <= NAMES]
@@ -33,8 +33,7 @@ def shards_of(path: Path) -> Shards:
 @pytest.mark.parametrize("kind", [k if k in SOON else pytest.param(k, marks=SLOW) for k in KINDS])
 def test_shared_layers_compute_the_same(tmp_path: Path, kind: str, pair: str) -> None:
     path = write_text_model(tmp_path / "model.gguf", kind, "q8_0")
-    has_experts = kind.endswith(("experts", "moe"))
-    if has_experts and pair.endswith("CPU"):
+    if has_experts(kind) and pair.endswith("CPU"):
         with pytest.raises(ArgumentError, match="different devices cannot share layers with experts"):
             TextModel(path, [pair, "CPU"])
         return

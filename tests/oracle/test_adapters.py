@@ -20,7 +20,7 @@ from tests.support.llama_cpp import (
     n_disagreeing,
     our_log_probs,
 )
-from tests.support.text_models import KINDS, N_VOCAB, write_text_model
+from tests.support.text_models import KINDS, N_VOCAB, has_experts, write_text_model
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(1800)]
 
@@ -47,7 +47,7 @@ def test_random_adapters(tmp_path: Path, kind: str, place: str) -> None:
     reference = float32_log_probs(path, sequences, files)
     theirs = llama_cpp_log_probs(path, sequences, N_VOCAB, adapters=files)
     found = our_log_probs(path, sequences, files, **PLACES[place].of(path))
-    most = np.nanmedian if "experts" in kind or "moe" in kind else np.nanmax
+    most = np.nanmedian if has_experts(kind) else np.nanmax
     assert most(np.nanmax(distances(found, theirs), axis=-1)) < MOST
     assert n_disagreeing(found, theirs, reference) == 0
     without = float32_log_probs(path, sequences)

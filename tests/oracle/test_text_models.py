@@ -148,7 +148,7 @@ def measured(path: Path, sequences: list[list[int]], place: Place, is_float: boo
     found = compute(path, sequences, **place.of(path))
     ours, peers = (np.nanmean(distances(x, expected), axis=-1) for x in (found, theirs))
     middle: Callable[..., float] = np.mean
-    if "experts" in path.name or "moe" in path.name:
+    if re.search("experts|moe|gpt-oss", path.name):
         # Rounding makes one of them choose another expert at some token: that says nothing about the others.
         middle = np.median
         jumped = ours > JUMP * np.median(ours)
@@ -181,8 +181,13 @@ def test_random_models(check: Callable[..., None], folder: Path, kind: str, dtyp
     check(path, random_sequences(), PLACES[place], is_float=dtype in ("f16", "f32"))
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_gpt_oss_as_shipped(check: Callable[..., None], folder: Path, place: str) -> None:
+    check(random_model(folder, "gpt-oss", "mxfp4"), random_sequences(), PLACES[place])
+
+
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kind", ["llama-experts", "qwen3moe"])
+@pytest.mark.parametrize("kind", ["llama-experts", "qwen3moe", "gpt-oss"])
 @pytest.mark.parametrize("place", ["LLVM", "OpenCL"])
 def test_experts_on_the_cpu(
     check: Callable[..., None], folder: Path, kind: str, dtype: str, place: str
@@ -241,7 +246,9 @@ def test_other_metadata(check: Callable[..., None], folder: Path, kind: str, cha
 
 VALUES: Mapping[str, Any] = {
     "classifier.activation": "gelu", "classifier.output_labels": ["a", "b"], "rope.scaling.alpha": 3.5,
-    "rope.scaling.finetuned": True,
+    "rope.scaling.finetuned": True, "rope.freq_base": 3.0, "rope.freq_base_swa": 3.0,
+    "rope.scale_linear": 3.0, "rope.scaling.attn_factor": 3.0, "rope.scaling.factor": 3.0,
+    "rope.scaling.type": "yarn",
 }  # fmt: skip
 """Of keys that llama.cpp reads, and then changes nothing."""
 

@@ -14,7 +14,7 @@ from ggmlb.models.gguf import GgufFile
 from ggmlb.models.text.architectures import read_config
 from ggmlb.models.text.config import TextConfig
 from tests.support.gguf_files import write_gguf
-from tests.support.text_models import N_EMBD, N_VOCAB, sizes_of
+from tests.support.text_models import N_EMBD, N_VOCAB, parts_of, sizes_of
 
 KEYS = [
     line
@@ -35,7 +35,7 @@ class Reader:
 
     def __call__(self, kind: str, changes: Mapping[str, Any] = {}, n_vocab: int = N_VOCAB) -> TextConfig:
         """Return the configuration of a kind of model; a key that is changed to `None` is left out."""
-        arch = kind.partition("-")[0]
+        arch = parts_of(kind)[0]
         keys = {f"{arch}.{key}": v for key, v in {**sizes_of(kind, 7), **changes}.items() if v is not None}
         table = np.zeros((n_vocab, N_EMBD), np.float16)
         write_gguf(self._path, {"general.architecture": arch, **keys}, {"token_embd.weight": table})

@@ -13,14 +13,26 @@ from tests.support.gguf_files import FLOAT32, Typed, write_gguf
 
 N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_KEY, N_VOCAB = 256, 512, 4, 2, 64, 320
 N_INNER, N_STATE, N_DT, N_CONV = 512, 16, 16, 4
-N_EXPERT, N_USED = 4, 2
+N_EXPERT, N_USED, N_SHARED = 4, 2, 256
+YARN: Mapping[str, Any] = {
+    "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+}  # fmt: skip
+HYPHENATED = ("gpt-oss", "command-r")
+"""Architectures with a `-`, which else parts an architecture from a variant."""
+GEMMA = ("gemma2", "gemma3")
+HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4")
+POST_NORMS = (*GEMMA, "glm4", "olmo2", "exaone4")
+NO_NORMS = ("olmo2", "exaone4")
+FUSED = ("phi3", "glm4")
+TIED = (*GEMMA, "command-r", "cohere2")
+PARALLEL = ("command-r", "cohere2")
+LAYERS = {"gemma3": 7, "cohere2": 5, "olmo2": 5, "smollm3": 5}
+"""Of architectures with a period of layers; others have 3."""
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "llama-linear": {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-    "llama-yarn": {
-        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
-    },
+    "llama-yarn": YARN,
     "llama-factors": {},
     "llama-experts": {"expert_count": N_EXPERT, "expert_used_count": N_USED},
     "qwen2": {},
@@ -41,8 +53,51 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_STATE,
         "ssm.time_step_rank": N_DT, "ssm.dt_b_c_rms": True,
     },
+    "granite": {
+        "attention.scale": 0.25, "embedding_scale": 3.0, "logit_scale": 2.0, "residual_scale": 0.5,
+    },
+    "granite-experts": {
+        "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_shared_feed_forward_length": N_SHARED,
+        "embedding_scale": 3.0, "logit_scale": 2.0, "residual_scale": 0.5,
+    },
+    "granitemoe": {
+        "expert_count": N_EXPERT, "expert_used_count": N_USED, "logit_scale": 2.0, "residual_scale": 0.5,
+    },
+    "olmo2": {"attention.sliding_window": 8, **YARN},
+    "gpt-oss": {
+        "attention.sliding_window": 8, "expert_count": N_EXPERT, "expert_used_count": N_USED,
+        "expert_feed_forward_length": N_FF, **YARN,
+    },
+    "smollm3": {},
+    "qwen2moe": {
+        "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_FF,
+        "expert_shared_feed_forward_length": N_SHARED,
+    },
+    "glm4": {"rope.dimension_count": N_KEY // 2},
+    "seed_oss": {},
+    "exaone4": {},
+    "command-r": {"logit_scale": 0.25},
+    "cohere2": {"attention.sliding_window": 8, "logit_scale": 0.25},
+    "mistral3": {
+        "attention.temperature_scale": 0.5, "rope.scaling.yarn_beta_fast": 16.0,
+        "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_log_multiplier": 0.7, **YARN,
+    },
 }  # fmt: skip
 """Metadata beyond the sizes of each kind of model; a kind is an architecture and a variant of it."""
+
+
+def parts_of(kind: str) -> tuple[str, str]:
+    """Return the architecture and the variant of a kind."""
+    for name in HYPHENATED:
+        if kind.startswith(name):
+            return name, kind[len(name) + 1 :]
+    arch, _, variant = kind.partition("-")
+    return arch, variant
+
+
+def has_experts(kind: str) -> bool:
+    """Whether a kind has experts."""
+    return "expert_count" in KINDS[kind]
 
 
 def vocabulary() -> dict[str, Any]:
@@ -67,11 +122,12 @@ def vocabulary() -> dict[str, Any]:
 def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
     """Return the metadata of a kind of model, by what follows the architecture's name."""
     is_recurrent = kind.startswith("mamba")
+    eps = "epsilon" if kind in PARALLEL else "rms_epsilon"
     sizes: dict[str, Any] = {
         "context_length": 128, "embedding_length": N_EMBD, "block_count": n_layer,
         "feed_forward_length": 0 if is_recurrent else N_FF,
         "attention.head_count": 0 if is_recurrent else N_HEAD,
-        "attention.layer_norm_rms_epsilon": Typed(FLOAT32, 1e-5),
+        f"attention.layer_norm_{eps}": Typed(FLOAT32, 1e-5),
     }  # fmt: skip
     if not is_recurrent:
         sizes |= {
@@ -95,14 +151,14 @@ def write_text_model(
     Args:
         path: Where.
         kind: Of `KINDS`.
-        dtype: Type of matrices.
+        dtype: Type of matrices; for mxfp4 of experts, and q8_0 of the others.
         n_layer: Layers; by default 3, or as many as a period of windows needs.
         seed: Of the weights.
         tied: The output has no matrix of its own.
         changes: Metadata that is changed or added, by what follows the architecture's name.
     """
-    arch, _, variant = kind.partition("-")
-    n_layer = n_layer or (7 if arch == "gemma3" else 3)
+    arch, variant = parts_of(kind)
+    n_layer = n_layer or LAYERS.get(arch, 3)
     rng = np.random.default_rng(seed)
     tensors: dict[str, Any] = {}
 
@@ -112,22 +168,23 @@ def write_text_model(
     def matrix(name: str, n_out: int, n_in: int, n: int = 0, scale: float = 1.0) -> None:
         shape = (n, n_out, n_in) if n else (n_out, n_in)
         values = (scale * rng.standard_normal(shape) / np.sqrt(n_in)).astype(np.float32)
-        kept = DType.parse(dtype)
+        kept = DType.parse("q8_0" if dtype == "mxfp4" and not n else dtype)
         tensors[name] = (quantize(values, kept), kept, shape[::-1])
 
     def norm(name: str, n: int = N_EMBD) -> None:
         vector(name, n, around=1.0)
 
-    matrix("token_embd.weight", N_VOCAB, N_EMBD, scale=2.0 if arch.startswith("gemma") else 8.0)
+    matrix("token_embd.weight", N_VOCAB, N_EMBD, scale=2.0 if arch in TIED else 8.0)
     norm("output_norm.weight")
-    if not tied and not arch.startswith("gemma"):
+    if not tied and arch not in TIED:
         matrix("output.weight", N_VOCAB, N_EMBD, scale=2.0)
     if variant == "factors":
         tensors["rope_freqs.weight"] = np.linspace(1, 8, N_KEY // 2, dtype=np.float32)
     n_q, n_kv = N_HEAD * N_KEY, N_HEAD_KV * N_KEY
     for i in range(n_layer):
         at = f"blk.{i}."
-        norm(at + "attn_norm.weight")
+        if arch not in NO_NORMS:
+            norm(at + "attn_norm.weight")
         if arch == "mamba":
             matrix(at + "ssm_in.weight", 2 * N_INNER, N_EMBD)
             vector(at + "ssm_conv1d.weight", N_INNER, N_CONV)
@@ -144,23 +201,42 @@ def write_text_model(
         else:
             for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv)):
                 matrix(f"{at}attn_{part}.weight", n, N_EMBD)
-                if arch == "qwen2":
+                if arch in ("qwen2", "qwen2moe", "gpt-oss", "seed_oss"):
                     vector(f"{at}attn_{part}.bias", n)
         matrix(at + "attn_output.weight", N_EMBD, n_q)
-        if arch in ("qwen3", "qwen3moe", "gemma3"):
+        if arch in HEAD_NORMS:
             norm(at + "attn_q_norm.weight", N_KEY)
             norm(at + "attn_k_norm.weight", N_KEY)
-        if arch.startswith("gemma"):
+        if arch == "olmo2":
+            norm(at + "attn_q_norm.weight", n_q)
+            norm(at + "attn_k_norm.weight", n_kv)
+        if arch == "gpt-oss":
+            vector(at + "attn_output.bias", N_EMBD)
+            vector(at + "attn_sinks.weight", N_HEAD, around=1.0)
+        if arch in (*POST_NORMS, "gpt-oss", "seed_oss"):
             norm(at + "post_attention_norm.weight")
+        if arch in POST_NORMS:
             norm(at + "post_ffw_norm.weight")
-        norm(at + "ffn_norm.weight")
-        if variant == "experts" or arch == "qwen3moe":
+        if arch not in (*NO_NORMS, *PARALLEL, "gpt-oss", "seed_oss"):
+            norm(at + "ffn_norm.weight")
+        if has_experts(kind):
             tensors[at + "ffn_gate_inp.weight"] = rng.standard_normal((N_EXPERT, N_EMBD)).astype(np.float32)
             matrix(at + "ffn_gate_exps.weight", N_FF, N_EMBD, N_EXPERT)
             matrix(at + "ffn_up_exps.weight", N_FF, N_EMBD, N_EXPERT)
             matrix(at + "ffn_down_exps.weight", N_EMBD, N_FF, N_EXPERT)
+        if arch == "gpt-oss":
+            vector(at + "ffn_gate_inp.bias", N_EXPERT)
+            for part, n in (("gate", N_FF), ("up", N_FF), ("down", N_EMBD)):
+                vector(f"{at}ffn_{part}_exps.bias", N_EXPERT, n)
+        if arch == "qwen2moe" or kind == "granite-experts":
+            matrix(at + "ffn_gate_shexp.weight", N_SHARED, N_EMBD)
+            matrix(at + "ffn_up_shexp.weight", N_SHARED, N_EMBD)
+            matrix(at + "ffn_down_shexp.weight", N_EMBD, N_SHARED)
+        if arch == "qwen2moe":
+            tensors[at + "ffn_gate_inp_shexp.weight"] = rng.standard_normal(N_EMBD).astype(np.float32) / 16
+        if has_experts(kind):
             continue
-        if arch == "phi3":
+        if arch in FUSED:
             matrix(at + "ffn_up.weight", 2 * N_FF, N_EMBD)
         else:
             matrix(at + "ffn_gate.weight", N_FF, N_EMBD)

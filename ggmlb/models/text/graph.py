@@ -45,6 +45,7 @@ class LayersGraph(StepGraph):
         )
         self.chosen: Tensor | None = None
         self._cache: ExpertCache | None = None
+        self._temperatures: dict[tuple[float, int], Tensor] = {}
 
     def _hidden(self, ids: Tensor) -> Tensor:
         """Return the hidden states after the last layer, of tokens with outputs."""
@@ -66,8 +67,22 @@ class LayersGraph(StepGraph):
         """Return queries or keys, `[n_key, heads, n_tokens]`, rotated by the tokens' positions."""
         return self.ctx.rope_ext(
             x, self.positions, self._factors, rope.n_dims, rope.mode, rope.n_ctx_orig,
-            rope.freq_base, rope.freq_scale, rope.ext_factor, rope.attn_factor, 32.0, 1.0,
+            rope.freq_base, rope.freq_scale, rope.ext_factor, rope.attn_factor,
+            rope.beta_fast, rope.beta_slow,
         )  # fmt: skip
+
+    def temperature(self, factor: float, period: int) -> Tensor:
+        """Return the scale of queries, `1 + factor * log(1 + position // period)`, f32 `[1, 1, n_tokens]`."""
+        key = factor, period
+        if key not in self._temperatures:
+            n = self.positions.ne[0]
+            self._temperatures[key] = self._input(f"temperature_{period}", DType.F32, 1, 1, n)
+        return self._temperatures[key]
+
+    def set_temperatures(self, positions: npt.NDArray[np.int32] | list[int]) -> None:
+        """Write the scales of queries at the positions of the graph's tokens."""
+        for (factor, period), tensor in self._temperatures.items():
+            self.write(tensor, 1 + factor * np.log1p(np.asarray(positions) // period))
 
     def attend(self, attention: Attention, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attention of each token.
@@ -100,7 +115,7 @@ class LayersGraph(StepGraph):
         return chosen, [self.weights[f"blk.{layer}.{kind}"] for kind in KINDS]
 
     def expert_product(self, name: str, weight: Tensor, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
-        """Return the product of each token with the matrices of its experts, `[n, n_used, n_tokens]`.
+        """Return the product of each token with the matrices of its experts, and with their biases, if any.
 
         Args:
             name: The weight in the file.
@@ -108,10 +123,15 @@ class LayersGraph(StepGraph):
             x: Tokens.
             slots: Indices of the chosen experts in `weight`.
             chosen: Numbers of the chosen experts.
+
+        Returns:
+            `[n, n_used, n_tokens]`.
         """
         ctx = self.ctx
         y = ctx.mul_mat_id(weight, x, slots)
         y = self._adapted(name, y, lambda factor, x: ctx.mul_mat_id(factor, x, chosen), x)
+        bias = self.weights.get(name.removesuffix("weight") + "bias")
+        y = y if bias is None else ctx.add_id(y, bias, chosen)
         return self.label(name.removesuffix(".weight"), y, y.ne[1], y.ne[0])
 
 
@@ -174,6 +194,7 @@ class TextGraph(LayersGraph):
             self.write(self.ids, ids)
         self.write(self.positions, positions)
         self.write(self.cells, cells)
+        self.set_temperatures(positions)
         for window, mask in self.masks.items():
             self.write(mask, masks[window])
         if self.chosen is not None:
@@ -185,6 +206,7 @@ class TextGraph(LayersGraph):
             self.write_one(self.ids, number)
         self.write_one(self.positions, position)
         self.write_one(self.cells, cell)
+        self.set_temperatures([position])
         for window, mask in self.masks.items():
             self.write(mask, masks[window])
 

@@ -54,6 +54,11 @@ class TrainingGraph(LayersGraph):
             self._masks[window] = self.ctx.from_array(mask, name=f"mask_{window}")
         self.logits = self._head(self._hidden(self.ctx.reshape_1d(self.ids, n_tokens)))[1]
 
+    def temperature(self, factor: float, period: int) -> Tensor:
+        """Return the scale of queries, a constant of the positions."""
+        place = np.tile(np.arange(self._n_ctx), self._n_sequences)[:, None, None]
+        return self.ctx.from_array((1 + factor * np.log1p(place // period)).astype(np.float32))
+
     def _scaled(self, adapter: Adapter, y: Tensor, rank: int) -> Tensor:
         return self.ctx.scale(y, adapter.multiplier(rank))
 

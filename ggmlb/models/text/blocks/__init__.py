@@ -2,8 +2,14 @@
 
 from ggmlb.models.text.blocks.attention import Attention, Rope, attentions, sliding_windows
 from ggmlb.models.text.blocks.block import Block, Parallel, Recurrent, Slices, Weight
-from ggmlb.models.text.blocks.feed_forward import Experts, FeedForward, experts, feed_forwards
-from ggmlb.models.text.blocks.layer import Layer, Residual, pre_norm, pre_post_norm
+from ggmlb.models.text.blocks.feed_forward import (
+    Experts,
+    FeedForward,
+    dense_or_experts,
+    experts,
+    feed_forwards,
+)
+from ggmlb.models.text.blocks.layer import Layer, Residual, post_norm, pre_norm, pre_post_norm
 from ggmlb.models.text.blocks.mamba import Mamba
 
 __all__ = [
@@ -20,8 +26,10 @@ __all__ = [
     "Slices",
     "Weight",
     "attentions",
+    "dense_or_experts",
     "experts",
     "feed_forwards",
+    "post_norm",
     "pre_norm",
     "pre_post_norm",
     "sliding_windows",

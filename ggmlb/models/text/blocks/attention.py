@@ -31,6 +31,8 @@ class Rope:
     freq_scale: float
     ext_factor: float
     attn_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
     @classmethod
     def read(cls, keys: Keys, mode: RopeType, n_key: int) -> Rope:
@@ -72,11 +74,14 @@ class Attention(Block):
         n_value: Elements of a value in a head.
         scale: Factor of the scores.
         rope: RoPE of queries and keys; `None`: they are not rotated.
-        norms: What norms of queries and keys normalise: each head, or the whole row; `None`: there are none.
+        norms: What norms of queries and keys normalise: each head (`"heads"`: each has its own weight), or
+            the whole row; `None`: there are none.
         window: Sliding window [tokens], the token itself included; 0: all earlier tokens are seen.
         softcap: Soft cap of the scores; 0: none.
         has_sinks: Whether each head has a sink: a score that only the denominator of the soft max counts.
         is_fused: Whether one weight, `attn_qkv`, holds the projections of queries, keys and values.
+        temperature: Factor and period [tokens] of the scale of queries by position:
+            `1 + factor * log(1 + position // period)`; `None`: it is 1.
     """
 
     output = "attn_out"
@@ -87,11 +92,12 @@ class Attention(Block):
     n_value: int
     scale: float
     rope: Rope | None = None
-    norms: Literal["head", "row"] | None = None
+    norms: Literal["head", "heads", "row"] | None = None
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
     is_fused: bool = False
+    temperature: tuple[float, int] | None = None
 
     def windowed(self, window: int, **rope: Any) -> Attention:
         """Return the same with a sliding window, and with other parameters of RoPE; 0: unchanged."""
@@ -128,12 +134,10 @@ class Attention(Block):
                 Weight(f"{name}.weight", (n, n_embd), "product", rows),
                 Weight(f"{name}.bias", (n,), is_optional=True, slices=elements),
             ]
-        if self.norms:
-            rows_of = (self.n_head, self.n_head_kv) if self.norms == "row" else (1, 1)
-            found += [
-                Weight(f"attn_{part}_norm.weight", (n * self.n_key,))
-                for part, n in zip("qk", rows_of, strict=True)
-            ]
+        for part, n, n_of in (("q", self.n_head, n_q), ("k", self.n_head_kv, 1)) if self.norms else ():
+            shape = {"heads": (n, self.n_key), "row": (n * self.n_key,)}.get(self.norms or "", (self.n_key,))
+            slices = self.slices(1, n_of) if self.norms == "heads" else None
+            found.append(Weight(f"attn_{part}_norm.weight", shape, slices=slices))
         if self.has_sinks:
             found.append(Weight("attn_sinks.weight", (self.n_head,), slices=self.slices(0, n_q)))
         return found
@@ -142,11 +146,13 @@ class Attention(Block):
         """Add the nodes of projections, of attention and of its output product to a graph."""
         at = f"blk.{layer}."
         query, key, value = self._projections(graph, at, x)
-        if self.norms == "head":
+        if self.norms in ("head", "heads"):
             query = graph.norm(at + "attn_q_norm", query, self.n_head, self.n_key)
             key = graph.norm(at + "attn_k_norm", key, self.n_head_kv, self.n_key)
         if self.rope:
             query, key = graph.rotate(query, self.rope), graph.rotate(key, self.rope)
+        if self.temperature:
+            query = graph.ctx.mul(query, graph.temperature(*self.temperature))
         graph.label(at + "attn_q_rope", query, self.n_head, self.n_key)
         graph.label(at + "attn_k_rope", key, self.n_head_kv, self.n_key)
         mixed = graph.attend(self, layer, query, key, value)

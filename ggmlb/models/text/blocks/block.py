@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from ggmlb import Tensor
@@ -50,8 +50,10 @@ class Weight(NamedTuple):
 class Block(ABC):
     """A part of a layer: its sizes, its weights, and its nodes in a graph."""
 
-    output: ClassVar[str] = ""
-    """Name of its output in a layer (`attn_out`); "": it has none."""
+    @property
+    def output(self) -> str:
+        """Name of its output in a layer (`attn_out`); "": it has none."""
+        return ""
 
     @abstractmethod
     def weights(self, n_embd: int) -> Sequence[Weight]:
@@ -91,9 +93,13 @@ class Recurrent(Block):
 class Parallel(Block):
     """The sum of blocks with the same input."""
 
-    output = "ffn_out"
-
     blocks: tuple[Block, ...]
+
+    @property
+    def output(self) -> str:
+        """The name that the blocks' outputs share; "": they have different ones."""
+        names = {block.output for block in self.blocks}
+        return names.pop() if len(names) == 1 else ""
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of all blocks."""
@@ -101,11 +107,14 @@ class Parallel(Block):
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """Add the nodes of all blocks, and return the sum of their outputs; the first may mix tokens."""
-        first, *others = self.blocks
-        total = first.apply(graph, layer, x)
-        x = graph.rows_like(total, x)
-        for block in others:
-            total = graph.ctx.add(total, block.apply(graph, layer, x))
+        total: Tensor | None = None
+        for block in self.blocks:
+            y = block.apply(graph, layer, x)
+            x = graph.rows_like(y, x)
+            if block.output != self.output:
+                graph.label(f"blk.{layer}.{block.output}", y)
+            total = y if total is None else graph.ctx.add(total, y)
+        assert total is not None
         return total
 
     def leaves(self) -> Iterator[Block]:

@@ -15,15 +15,20 @@ if TYPE_CHECKING:
     from ggmlb.models.text.graph import LayersGraph
     from ggmlb.models.text.keys import Keys
 
-Activation = Literal["swiglu", "geglu"]
+Activation = Literal["swiglu", "geglu", "swiglu_oai"]
 
 MIN_EXPERT_SUM = 2.0**-14
 """Smallest sum of the weights of chosen experts: the smallest normal f16, as in llama.cpp."""
+
+OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
+"""Slope and limit of the activation of gpt-oss."""
 
 
 def activate(ctx: Context, activation: Activation, gate: Tensor, up: Tensor | None) -> Tensor:
     """Return the gated activation; without `up`, of a product that holds gate and up."""
     is_geglu = activation == "geglu"
+    if activation == "swiglu_oai" and up is not None:
+        return ctx.swiglu_oai(gate, up, OAI_ALPHA, OAI_LIMIT)
     if up is None:
         return ctx.geglu(gate) if is_geglu else ctx.swiglu(gate)
     return ctx.geglu_split(gate, up) if is_geglu else ctx.swiglu_split(gate, up)
@@ -37,6 +42,8 @@ class FeedForward(Block):
         n_ff: Hidden size.
         activation: The activation.
         is_fused: Whether one weight, `ffn_up`, holds gate and up.
+        suffix: End of the names of its weights: `_shexp` of an expert that all tokens use.
+        is_scaled: Whether the sigmoid of a product with `ffn_gate_inp` scales the output.
     """
 
     output = "ffn_out"
@@ -44,29 +51,37 @@ class FeedForward(Block):
     n_ff: int
     activation: Activation = "swiglu"
     is_fused: bool = False
+    suffix: str = ""
+    is_scaled: bool = False
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of gate, up and down."""
-        found = []
-        for name, n in (("ffn_up", 2),) if self.is_fused else (("ffn_gate", 1), ("ffn_up", 1)):
-            rows, elements = (Slices(axis, (1,) * n, self.n_ff, "ff") for axis in (1, 0))
+        end = self.suffix
+        columns = Slices(0, (1,), self.n_ff, f"ff{end}")
+        found = [Weight(f"ffn_gate_inp{end}.weight", (1, n_embd), "product")] if self.is_scaled else []
+        for part, n in (("ffn_up", 2),) if self.is_fused else (("ffn_gate", 1), ("ffn_up", 1)):
+            name = part + end
+            rows, elements = (Slices(axis, (1,) * n, self.n_ff, f"ff{end}") for axis in (1, 0))
             found += [
                 Weight(f"{name}.weight", (n * self.n_ff, n_embd), "product", rows),
                 Weight(f"{name}.bias", (n * self.n_ff,), is_optional=True, slices=elements),
             ]
         return [
             *found,
-            Weight("ffn_down.weight", (n_embd, self.n_ff), "product", Slices(0, (1,), self.n_ff, "ff")),
-            Weight("ffn_down.bias", (n_embd,), is_optional=True),
+            Weight(f"ffn_down{end}.weight", (n_embd, self.n_ff), "product", columns),
+            Weight(f"ffn_down{end}.bias", (n_embd,), is_optional=True),
         ]
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """Add the products and the activation to a graph."""
-        at = f"blk.{layer}."
-        gate = None if self.is_fused else graph.product(at + "ffn_gate", x)
-        up = graph.product(at + "ffn_up", x)
+        at, end = f"blk.{layer}.", self.suffix
+        gate = None if self.is_fused else graph.product(f"{at}ffn_gate{end}", x)
+        up = graph.product(f"{at}ffn_up{end}", x)
         y = activate(graph.ctx, self.activation, *((up, None) if gate is None else (gate, up)))
-        return graph.product(at + "ffn_down", graph.label(at + "ffn_act", y))
+        y = graph.product(f"{at}ffn_down{end}", graph.label(f"{at}ffn_act{end}", y))
+        if not self.is_scaled:
+            return y
+        return graph.ctx.mul(y, graph.ctx.sigmoid(graph.product(f"{at}ffn_gate_inp{end}", x)))
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,9 @@ class Experts(Block):
         n_used: Experts that each token uses.
         n_ff: Hidden size of an expert.
         activation: The activation.
+        weighting: How the router's scores become weights of the chosen experts: their share of the soft max
+            of all scores, the same divided by their sum, or the soft max of the chosen scores.
+        has_biases: Whether the products have biases.
     """
 
     output = "ffn_out"
@@ -86,28 +104,36 @@ class Experts(Block):
     n_used: int
     n_ff: int
     activation: Activation = "swiglu"
+    weighting: Literal["share", "normalised share", "chosen"] = "normalised share"
+    has_biases: bool = False
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of the router and of all experts."""
         shapes = (self.n, self.n_ff, n_embd), (self.n, self.n_ff, n_embd), (self.n, n_embd, self.n_ff)
-        return [
-            Weight("ffn_gate_inp.weight", (self.n, n_embd), "product"),
-            *(
-                Weight(name, shape, "product", Slices(axis, (1,), self.n_ff, "ff"))
-                for name, shape, axis in zip(KINDS, shapes, (1, 1, 0), strict=True)
-            ),
-        ]
+        found = [Weight("ffn_gate_inp.weight", (self.n, n_embd), "product")]
+        for name, shape, axis in zip(KINDS, shapes, (1, 1, 0), strict=True):
+            found.append(Weight(name, shape, "product", Slices(axis, (1,), self.n_ff, "ff")))
+            if self.has_biases:
+                slices = Slices(0, (1,), self.n_ff, "ff") if axis else None
+                found.append(Weight(name.removesuffix("weight") + "bias", shape[:2], slices=slices))
+        return [*found, Weight("ffn_gate_inp.bias", (self.n,))] if self.has_biases else found
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """Add the nodes of the router and of the chosen experts to a graph; return their weighted sum."""
         ctx, at = graph.ctx, f"blk.{layer}."
         n_embd, n = x.ne[0], x.ne[1]
-        shares = graph.label(at + "ffn_shares", ctx.soft_max(graph.product(at + "ffn_gate_inp", x)))
+        shares = graph.product(at + "ffn_gate_inp", x)
+        if self.weighting != "chosen":
+            shares = graph.label(at + "ffn_shares", ctx.soft_max(shares))
         chosen = graph.label(at + "ffn_chosen", ctx.top_k(shares, self.n_used))
         weights = ctx.get_rows(ctx.reshape_3d(shares, 1, self.n, n), chosen)
-        weights = ctx.reshape_2d(weights, self.n_used, n)
-        total = ctx.clamp(ctx.sum_rows(weights), MIN_EXPERT_SUM, math.inf)
-        weights = ctx.reshape_3d(ctx.div(weights, total), 1, self.n_used, n)
+        if self.weighting != "share":
+            weights = ctx.reshape_2d(weights, self.n_used, n)
+            if self.weighting == "chosen":
+                weights = ctx.soft_max(weights)
+            else:
+                weights = ctx.div(weights, ctx.clamp(ctx.sum_rows(weights), MIN_EXPERT_SUM, math.inf))
+            weights = ctx.reshape_3d(weights, 1, self.n_used, n)
         rows = ctx.reshape_3d(x, n_embd, 1, n)
         slots, matrices = graph.expert_matrices(layer, chosen)
         gate, up = (graph.expert_product(at + KINDS[i], matrices[i], rows, slots, chosen) for i in range(2))
@@ -134,6 +160,12 @@ def feed_forwards(keys: Keys, activation: Activation = "swiglu") -> list[FeedFor
         FeedForward(n_ff, activation, f"blk.{i}.ffn_gate.weight" not in keys.file)
         for i, n_ff in enumerate(keys.counts("feed_forward_length"))
     ]
+
+
+def dense_or_experts(keys: Keys) -> Sequence[Block]:
+    """Read the feed-forward part of each layer: experts if the file has any, of the size of a dense part."""
+    has_experts = keys.count("expert_count", 0, 0) > 0
+    return experts(keys, has_own_size=False) if has_experts else feed_forwards(keys)
 
 
 def experts(keys: Keys, has_own_size: bool = True, **options: Any) -> list[Experts]:

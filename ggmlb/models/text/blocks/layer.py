@@ -95,3 +95,13 @@ def pre_post_norm(attention: Block, feed_forward: Block) -> Layer:
             Residual("ffn_norm", feed_forward, "post_ffw_norm"),
         )
     )
+
+
+def post_norm(attention: Block, feed_forward: Block) -> Layer:
+    """Return a layer with norms of both blocks' outputs."""
+    return Layer(
+        (
+            Residual("", attention, "post_attention_norm"),
+            Residual("", feed_forward, "post_ffw_norm"),
+        )
+    )
