@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from ggmlb import Context, DType, Graph, Tensor
@@ -100,8 +101,8 @@ def hot(architecture: str = "sm_90") -> dict[str, Variant]:
                 )
     for launch in _fused(DType.F16, 64, target):
         _add(found, launch.kernel.name, launch)
-    for size in (64, 128, 256):
-        for n_q, kv in ((1, DType.F16), (1, DType.Q8_0), (512, DType.F16), (512, DType.Q8_0)):
+    for size in (64, 128, 256, 576):
+        for n_q, kv in product((1, 512), (DType.F16, DType.BF16, DType.Q8_0)):
             ctx = Context()
             q, mask = ctx.new_tensor(DType.F32, (size, n_q, 32)), ctx.new_tensor(DType.F16, (4096, n_q))
             k, v = (ctx.new_tensor(kv, (size, 4096, 8)) for _ in "kv")

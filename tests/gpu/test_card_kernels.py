@@ -9,6 +9,7 @@ import pytest
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda.kernels.products import IN_SUB_BLOCKS
+from ggmlb.core.dtypes import can_quantize, random_blocks
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
 
@@ -27,7 +28,10 @@ def check(stream: Backend, build: Callable[[Context], Tensor], fill: Fill | None
             with alloc_ctx_tensors(ctx, backend):
                 for t in graph.leafs:
                     data = (fill or {}).get(t.name)
-                    t.set_array(rng.standard_normal(t.shape, np.float32) if data is None else data)
+                    if data is None and not can_quantize(t.dtype):
+                        t.set(random_blocks(t.dtype, t.n_elements))
+                    else:
+                        t.set_array(rng.standard_normal(t.shape, np.float32) if data is None else data)
                 for _ in range(3):  # the second run captures a graph, the third replays it
                     backend.graph_compute(graph)
                 results.append(y.to_numpy().astype(np.float64))
@@ -51,7 +55,7 @@ def test_products_of_floats(stream: Backend, dtype: DType, n: int) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.F16], ids=str)
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.IQ3_S, DType.F16], ids=str)
 def test_experts(stream: Backend, dtype: DType) -> None:
     chosen = np.array([[3, 0], [7, 3], [5, 5]], np.int32)
 
@@ -62,8 +66,8 @@ def test_experts(stream: Backend, dtype: DType) -> None:
     check(stream, build, {"ids": chosen})
 
 
-@pytest.mark.parametrize("kv", [DType.F16, DType.Q8_0], ids=str)
-@pytest.mark.parametrize("head", [64, 80, 128, 256])
+@pytest.mark.parametrize("kv", [DType.F16, DType.BF16, DType.Q8_0], ids=str)
+@pytest.mark.parametrize("head", [64, 80, 128, 256, 576])
 @pytest.mark.parametrize("n_q", [1, 2, 200])
 def test_attention(stream: Backend, n_q: int, head: int, kv: DType) -> None:
     if head % kv.block_size:

@@ -28,8 +28,8 @@ BLOCKS: Final = "blocks.h"
 GRIDS: Final = "grids.h"
 """The header generated from the grids of IQ1, IQ2 and IQ3; see `_grids`."""
 
-WITH_GRIDS: Final = "rows_iq.h"
-"""The header that includes `GRIDS`. Kernels that read no type of it are compiled without it: it is large."""
+WITH_GRIDS: Final = frozenset({"rows_iq.h", "sub_blocks_iq.h"})
+"""Headers that need `GRIDS`. Kernels that read none of its types are compiled without them: it is large."""
 
 FORMATS: Final[Mapping[Language, Mapping[ParamKind, str]]] = {
     "opencl": {"tensor": "q4i4q", "int": "i", "float": "f"},
@@ -129,7 +129,7 @@ def source(
 
 @cache
 def _types_with_grids() -> frozenset[str]:
-    return frozenset(dtype.name.lower() for dtype in types_with("DEQ8_FN", WITH_GRIDS))
+    return frozenset(dtype.name.lower() for dtype in types_with("DEQ8_FN", "rows_iq.h"))
 
 
 @cache
@@ -193,7 +193,7 @@ def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
 
 def _assembled(kernel: Kernel, prelude: str, has_grids: bool) -> str:
     """Return a kernel's text with prelude and headers; headers missing in its package are portable ones."""
-    seen = set[str]() if has_grids else {WITH_GRIDS}
+    seen = set[str]() if has_grids else {*WITH_GRIDS}
 
     def put(file: str) -> str:
         """Insert each header where it is first included."""

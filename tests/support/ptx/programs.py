@@ -18,6 +18,7 @@ from ggmlb.backends.cuda.kernels import RULES, Step, products
 from ggmlb.backends.gpu import RULES as PORTABLE
 from ggmlb.backends.gpu import Launch, PreparedOperand, Target, lower
 from ggmlb.backends.gpu.lowering.matmul import Glu
+from ggmlb.core.dtypes import can_quantize, random_blocks
 from ggmlb.core.enums import GluOp
 from ggmlb.core.tensor import Tensor
 from ggmlb.testing.programs import Built, Case
@@ -45,7 +46,10 @@ def fill(ctx: Context, seed: int = 2) -> None:
     rng = np.random.default_rng(seed)
     for t in ctx.tensors:
         if t.view_src is None and t.op.name == "NONE" and t.dtype is not DType.I32:
-            t.set_array(rng.standard_normal(t.shape, np.float32))
+            if can_quantize(t.dtype):
+                t.set_array(rng.standard_normal(t.shape, np.float32))
+            else:
+                t.set(random_blocks(t.dtype, t.n_elements))
 
 
 def on_cpu(y: Tensor) -> np.ndarray:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.base import Step
     from ggmlb.backends.gpu import Target
 
-IN_SUB_BLOCKS = types_with("QUANTS", "sub_blocks.h", package=PACKAGE)
+IN_SUB_BLOCKS = types_with("QUANTS", "sub_blocks.h", "sub_blocks_iq.h", package=PACKAGE)
 """Quantised types that the dp4a kernels multiply as integers."""
 
 FEW_COLUMNS = 8

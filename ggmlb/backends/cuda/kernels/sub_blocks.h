@@ -199,3 +199,5 @@ SCALES(q4_k)
     d[0] *= i & 1 ? 0.0625f : 1.0f;
 }
 SCALES(q5_k) { scales_of_six(tile, at, i, d, scale, mins); }
+
+#include "sub_blocks_iq.h"
