@@ -22,8 +22,49 @@ from ggmlb.backends.gpu.source import PORTABLE
 Variant = tuple[Kernel, tuple[tuple[str, str], ...], int]
 
 TABLE = Path(__file__).parents[1] / "docs/cuda-resources.md"
-SHARED = {75: 64, 80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
-"""Shared memory of a multiprocessor by compute capability [KB], of which a block may have all but one."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What NVIDIA's manuals say of a card.
+
+    Attributes:
+        name: The card.
+        units: Its multiprocessors, with four schedulers each.
+        clock: Of them [Hz].
+        bandwidth: Of its memory [bytes/s].
+        shared: Memory that the blocks of a multiprocessor share [KB]; a block may have all but one.
+        warps: Resident at most on a multiprocessor.
+        blocks: Resident at most on a multiprocessor.
+        fma: Cycles that an instruction of floats keeps a scheduler's pipe busy.
+        imma: The same for an mma of 16x8x32 bytes, at the rate of dense products; of sm_90 and sm_100, whose
+            own instructions are faster, about 60 % of that.
+        hmma: The same for an mma of 16x8x16 halves summed in f32, or of 16x8x8 TF32.
+    """
+
+    name: str
+    units: int
+    clock: float
+    bandwidth: float
+    shared: int
+    warps: int
+    blocks: int
+    fma: int
+    imma: float
+    hmma: float
+
+
+CARDS = {
+    "sm_75": Card("RTX 2080 Ti", 68, 1.55e9, 0.616e12, 64, 32, 16, 2, 16, 32),
+    "sm_80": Card("A100", 108, 1.41e9, 2.04e12, 164, 64, 32, 2, 8, 8),
+    "sm_86": Card("RTX 3090", 82, 1.70e9, 0.936e12, 100, 48, 16, 1, 16, 32),
+    "sm_89": Card("RTX 4090", 128, 2.52e9, 1.01e12, 100, 48, 24, 1, 16, 32),
+    "sm_90": Card("H200", 132, 1.76e9, 4.8e12, 228, 64, 32, 1, 6.5, 6.5),
+    "sm_100": Card("B200", 148, 1.85e9, 8.0e12, 228, 64, 32, 1, 6.5, 6.5),
+    "sm_120": Card("RTX 5090", 170, 2.41e9, 1.79e12, 100, 48, 24, 1, 16, 32),
+}
+REGISTERS = 65536
+"""Words of a multiprocessor."""
 ABOUT = """# What the kernels take of a multiprocessor
 
 Registers of a thread and shared memory of a block, as ptxas (`nvidia-cuda-nvcc`) tells them for each
@@ -42,21 +83,29 @@ class Resources:
     spilled: int = 0
 
     @classmethod
-    def read(cls, log: str) -> Resources:
-        """Read what ptxas says of a kernel."""
+    def read(cls, log: str, defines: Sequence[tuple[str, str]] = ()) -> Resources:
+        """Read what ptxas says of a kernel; with its macros, of which SHARED is dynamic shared memory."""
 
         def number(pattern: str) -> int:
             found = re.search(pattern, log)
             return int(found[1]) if found else 0
 
         spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
-        return cls(number(r"Used (\d+) registers"), number(r"(\d+) bytes smem"), spills)
+        shared = number(r"(\d+) bytes smem") + int(dict(defines).get("SHARED", 0))
+        return cls(number(r"Used (\d+) registers"), shared, spills)
 
     @classmethod
     def parse(cls, cell: str) -> Resources:
         """Read what `str` gives."""
         found = re.fullmatch(r"(\d+)(?:, (\d+) B)?(?: \((\d+) B spilled\))?", cell)
         return cls(*(int(n or 0) for n in found.groups())) if found else cls()
+
+    def blocks(self, card: Card, wg: int) -> int:
+        """Return how many blocks of `wg` threads a multiprocessor has room for."""
+        warps = wg // 32
+        registers = -(-self.registers // 8) * 8 * 32 * warps
+        shared = -(-(self.shared + 1024) // 128) * 128
+        return min(card.warps // warps, REGISTERS // registers, (card.shared << 10) // shared, card.blocks)
 
     def most(self, other: Resources) -> Resources:
         """Return the greater of each."""
@@ -71,16 +120,16 @@ class Resources:
         return f"{text} ({self.spilled} B spilled)" if self.spilled else text
 
 
-def card(architecture: str) -> Target:
-    """Return a card of an architecture, as `sm_90`."""
-    capability = int(architecture.removeprefix("sm_"))
-    return Target(False, 132, 128, blas=True, capability=capability, shared=SHARED[capability] << 10)
+def target_of(architecture: str) -> Target:
+    """Return the target of an architecture's card, as `sm_90`."""
+    card, capability = CARDS[architecture], int(architecture.removeprefix("sm_"))
+    return Target(False, card.units, 128, blas=True, capability=capability, shared=card.shared << 10)
 
 
 def hot(architecture: str = "sm_90") -> dict[str, Variant]:
     """Return the kernels that a model's speed hangs on, under the names that the table gives them."""
     found: dict[str, Variant] = {}
-    target = card(architecture)
+    target = target_of(architecture)
     common = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16)
     for dtype in (*sorted(IN_SUB_BLOCKS), DType.F32, DType.F16, DType.BF16):
         for n in (1, 8, 16, 64, 512) if dtype in common else (1, 64) if dtype in IN_SUB_BLOCKS else (1,):

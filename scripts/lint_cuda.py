@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from cuda_resources import TABLE, Resources, Variant, complaints, hot, page
@@ -96,9 +95,7 @@ def compiled(
             why = str(error)
         log = assembled(ptx, architecture) if by_ptxas else log
     where = f"{kernel.name} {dict(defines)} for {architecture}"
-    taken = Resources.read(log)
-    whole = replace(taken, shared=taken.shared + int(dict(defines).get("SHARED", 0)))
-    return kernel.name, f"{where}:\n{why}" if why else "", whole
+    return kernel.name, f"{where}:\n{why}" if why else "", Resources.read(log, defines)
 
 
 def main(write: bool = False, whole: bool = False) -> int:
