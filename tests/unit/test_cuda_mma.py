@@ -15,6 +15,7 @@ from ggmlb.backends.cuda.kernels import RULES, Step, products
 from ggmlb.backends.cuda.kernels.products import IN_SUB_BLOCKS, MMA_ROWS, tile
 from ggmlb.backends.gpu import Launch, Target
 from ggmlb.core.graph import Graph
+from tests.support.ptx import Compiler, Memory, clang
 from tests.support.ptx.machine import why_not
 from tests.support.ptx.programs import (
     CARD,
@@ -58,6 +59,21 @@ def test_rows_that_end_within_a_tile(dtype: DType, k: int, target: Target) -> No
     ctx = Context()
     w, x = ctx.new_tensor(dtype, (k, 113)), ctx.new_tensor(DType.F32, (k, 9))
     launched(beside_cpu(ctx.mul_mat(w, x), ctx, target=target))
+
+
+@pytest.mark.parametrize("dtype", [DType.Q5_K, DType.Q6_K, DType.Q5_0], ids=str)
+@pytest.mark.parametrize("compiler", [Compiler(80), Compiler(120), Compiler(90, "clang")], ids=str)
+def test_other_architectures_and_compilers(compiler: Compiler, dtype: DType) -> None:
+    """Whose texts unpack one sub-block or two at once."""
+    if compiler.name == "clang" and clang.why_not() is not None:
+        pytest.skip(str(clang.why_not()))
+    ctx = Context()
+    w, x = ctx.new_tensor(dtype, (512, 40)), ctx.new_tensor(DType.F32, (512, 40))
+    y = ctx.mul_mat(w, x)
+    fill(ctx)
+    Runner(Memory(compiler)).run(steps_of(y, replace(FEW, capability=compiler.capability)))
+    got = y.to_numpy().copy()
+    close(got, on_cpu(y))
 
 
 @pytest.mark.parametrize("dtype", sorted(IN_SUB_BLOCKS), ids=str)
