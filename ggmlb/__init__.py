@@ -113,6 +113,7 @@ if _typing.TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
+    from ggmlb.backends.ggml.registration import GgmlRegistration
     from ggmlb.backends.ray.cluster import Cluster
     from ggmlb.inspect.compare import GraphCopy, compare_graph_backend, graph_copy
     from ggmlb.inspect.sanitizer import Sanitizer, sanitize
@@ -190,6 +191,37 @@ def connect(
     return connect(address, devices, shared)
 
 
+@_checked
+def register_with_ggml(
+    device: "Device | str", library: "str | os.PathLike[str] | None" = None, repack: bool = True
+) -> "GgmlRegistration":
+    """Register a device with a compiled ggml in this process, so that llama.cpp and others compute on it.
+
+    In ggml it is a GPU named `ggmlb-` and its name. Environment variable `GGMLB_REGISTER_WITH_GGML` has names
+    of devices, with commas between them, to register when ggmlb is imported.
+
+    Args:
+        device: The device, or its name.
+        library: `"xllamacpp"`, `"llama-cpp-python"`, `"ggml-python"`, or the path of a `libggml`. By default
+            the one that this process has loaded, else the one that is installed.
+        repack: Whether weights are stored as the device computes them fastest, if it has such memory
+            (`extra_bufts`). If not, they are used where the file is mapped, if the device can.
+
+    Returns:
+        The registration; its `unregister` ends it.
+
+    Raises:
+        BackendUnavailable: There is no such library or more than one, or its version is unknown.
+        BackendBroken: The library cannot be loaded.
+        RegistryError: There is no such device, or it is registered already.
+
+    Source: ggml_backend_register.
+    """
+    from ggmlb.backends.ggml.registration import register_with_ggml
+
+    return register_with_ggml(device, library, repack)
+
+
 # Hooks: upper rooms register functions with classes of lower rooms, which do not import them.
 Context.array_importer = staticmethod(_tensor_of)
 _views.register()
@@ -218,6 +250,10 @@ def __dir__() -> "list[str]":
 
 if _env.flag("GGMLB_SANITIZE", default=False):
     __getattr__("Sanitizer")().start()
+
+for _name in (_env.text("GGMLB_REGISTER_WITH_GGML") or "").split(","):
+    if _name:
+        register_with_ggml(_name.strip())
 
 __all__ = [
     "API_VERSION",
@@ -310,6 +346,7 @@ __all__ = [
     "reg_by_name",
     "register",
     "register_device",
+    "register_with_ggml",
     "regs",
     "sanitize",
     "save_gguf",

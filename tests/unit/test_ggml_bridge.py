@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
+from ggmlb.backends.ggml.params import decode
 from ggmlb.core.enums import GluOp, Op, Prec, RopeType, UnaryOp
 from ggmlb.core.ops import SPECS
-from tests.support.ggml_bridge import nodes
-from tests.support.ggml_bridge.c_api import CTensor
+from tests.support.ggml_bridge import END
 from tests.support.ggml_bridge.suite import Fault, Worker, judge, load_faults, parse, unmatched
-from tests.support.ggml_bridge.worker import END
 from tests.support.outcomes import FAILED, OK, UNJUDGED, UNSUPPORTED, Outcome
 
 CASE = "ADD(type=f32,ne=[10,5,4,3],nr=[1,1,1,1])"
@@ -129,15 +126,11 @@ def test_each_case_is_told_once_and_has_failed_unless_it_ends_well(
 
 # -- parameters: the words of op_params ------------------------------------------------------------
 
-GGML = SimpleNamespace(unary_ops=dict(enumerate(UnaryOp)), glu_ops=dict(enumerate(GluOp)))
 
-
-def node(*words: float, **fields: object) -> CTensor:
-    """Return a tensor of ggml's with these words of parameters, floats and ints as they are."""
-    tensor = CTensor(**fields)
+def read(op: Op, *words: float, ne: tuple[int, ...] = (1, 1, 1, 1)) -> dict[str, object]:
+    """Read parameters from the words that ggml has for them."""
     raw = b"".join(struct.pack("<f" if isinstance(word, float) else "<i", word) for word in words)
-    ctypes.memmove(tensor.op_params, raw, len(raw))
-    return tensor
+    return decode(op, raw.ljust(64, b"\0"), ne, dict(enumerate(UnaryOp)), dict(enumerate(GluOp)))
 
 
 WITH_FUNCTIONS = {Op.CUSTOM, Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3}
@@ -145,13 +138,10 @@ WITH_FUNCTIONS = {Op.CUSTOM, Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3}
 
 @pytest.mark.parametrize("op", [op for op, spec in SPECS.items() if spec.params and op not in WITH_FUNCTIONS])
 def test_every_parameter_of_an_op_is_read(op: Op) -> None:
-    assert set(nodes.params_of(GGML, op, node())) == set(SPECS[op].params)
+    assert set(read(op)) == set(SPECS[op].params)
 
 
 def test_parameters_are_read_as_they_are_written() -> None:
-    def read(op: Op, *words: float, **fields: object) -> dict[str, object]:
-        return nodes.params_of(GGML, op, node(*words, **fields))
-
     assert read(Op.SCALE, 2.5, -1.0) == {"scale": 2.5, "bias": -1.0}
     assert read(Op.TOP_K, ne=(7, 1, 1, 1)) == {"k": 7}
     assert read(Op.UNARY, 17, 1.0, 2.0, 3.0, 4.0) == {
@@ -174,7 +164,7 @@ def test_parameters_are_read_as_they_are_written() -> None:
 
 
 def test_what_ggmlb_has_no_words_for_is_declined() -> None:
-    with pytest.raises(nodes.Unknown, match="no gated linear unit 6"):
-        nodes.params_of(GGML, Op.GLU, node(6))
-    with pytest.raises(nodes.Unknown, match="DSV4_HC_PRE"):
-        nodes.params_of(GGML, Op.DSV4_HC_PRE, node(1.0, 1))
+    with pytest.raises(LookupError, match="no gated linear unit 6"):
+        read(Op.GLU, 6)
+    with pytest.raises(LookupError, match="DSV4_HC_PRE"):
+        read(Op.DSV4_HC_PRE, 1.0, 1)

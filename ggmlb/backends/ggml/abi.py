@@ -1,8 +1,8 @@
 """Functions of a compiled ggml library by ctypes, and a probe of the layout of its structs.
 
-`python abi.py PART... [--load FOLDER]` loads a library in a child process and prints the result of `probe` as
-JSON: an incompatible library may abort that process, not the user's. The file imports only the standard
-library, so that the process starts quickly.
+`python abi.py PART... [--load FOLDER] [--tables]` loads a library in a child process and prints the result of
+`probe` (and of `tables`) as JSON: an incompatible library may abort that process, not the user's. The file
+imports only the standard library, so that the process starts quickly.
 
 Struct layouts are measured: offsets of `ggml_tensor`'s fields by creating tensors with known values, indices
 of function pointers in interface structs (`ggml_backend_buffer_i`) by calling the public functions on a
@@ -38,11 +38,27 @@ class InitParams(ctypes.Structure):
 
 _KINDS["I"] = InitParams
 
+N_SLOTS = 32
+"""Pointers in a `Table`: more than any of ggml's interface structs has."""
+
+
+class Table(ctypes.Structure):
+    """An interface struct of any version, zeroed behind its last field.
+
+    `ggml_backend_buffer_init` takes one by value: a longer one than it reads is passed alike, in memory.
+    """
+
+    _fields_ = [("slots", ctypes.c_void_p * N_SLOTS)]
+
+
+_KINDS["T"] = Table
+
 LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 AbortFunction = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
 
 SIGNATURES = {
-    "version": "s", "op_name": "pi", "unary_op_name": "pi", "glu_op_name": "pi", "type_name": "pi",
+    "version": "s", "op_name": "pi", "op_desc": "pp", "unary_op_name": "pi", "glu_op_name": "pi",
+    "type_name": "pi",
     "type_size": "zi", "blck_size": "li", "tensor_overhead": "z", "graph_overhead_custom": "zzb",
     "init": "pI", "free": "vp", "new_tensor_4d": "ppillll", "view_4d": "pppllllzzzz",
     "set_name": "pps", "set_input": "vp", "get_data": "pp", "scale": "pppf", "log_set": "vpp",
@@ -73,8 +89,17 @@ SIGNATURES = {
 LATER = {
     "backend_tensor_set_2d": "vppzzzzz", "backend_tensor_get_2d": "vppzzzzz",
     "backend_tensor_set_2d_async": "vpppzzzzz", "backend_tensor_get_2d_async": "vpppzzzzz",
+    "log_internal": "vis",
 }  # fmt: skip
 """Functions of newer libraries, used if present."""
+
+FOR_TABLES = {
+    "nbytes": "zp", "graph_nodes": "pp", "backend_register": "vp",
+    "backend_unload": "vp", "backend_buffer_init": "ppTpz", "backend_buffer_get_usage": "ip",
+    "backend_buft_get_device": "pp", "backend_name": "sp", "backend_get_device": "pp",
+    "backend_reg_dev_count": "zp", "backend_reg_dev_get": "ppz",
+}  # fmt: skip
+"""Functions needed to register devices with a library, and for `tables`."""
 
 Accessors = Mapping[str, tuple[str, tuple[Any, ...]]]
 """Function pointers of an interface struct: the public function that calls each, and its other arguments."""
@@ -85,13 +110,76 @@ SLOTS: dict[str, Accessors] = {
 }
 """Optional function pointers, looked up by `GgmlLibrary.has_slot`."""
 
-N_SLOTS = 32
 NEAR = 1 << 27
 """Largest distance between two strings of one library [bytes]; past an array's end, pointers are random."""
 
 CAPS_AT = {40: 36, 48: 36, 56: 48}
 """Where the capabilities are in `struct ggml_backend_dev_props` of each size [bytes]; the last has an id."""
 ID_AT = 40
+
+
+API_VERSIONS = (2, 3, 6)
+"""Values of `GGML_BACKEND_API_VERSION` whose interface structs are known."""
+
+TABLES: dict[str, dict[str, str]] = {
+    "buffer_type": {
+        "get_name": "pp backend_buft_name it",
+        "alloc_buffer": "ppz backend_buft_alloc_buffer it 64",
+        "get_alignment": "zp backend_buft_get_alignment it",
+        "get_max_size": "zp backend_buft_get_max_size it",
+        "get_alloc_size": "zpp backend_buft_get_alloc_size it tensor",
+        "is_host": "bp backend_buft_is_host it",
+        "device": "p backend_buft_get_device it",
+    },
+    "buffer": {
+        "get_base": "pp backend_buffer_get_base it",
+        "memset_tensor": "vppBzz backend_tensor_memset tensor 1 0 4",
+        "set_tensor": "vpppzz backend_tensor_set tensor room 0 4",
+        "get_tensor": "vpppzz backend_tensor_get tensor room 0 4",
+        "cpy_tensor": "bppp backend_tensor_copy tensor other",
+        "clear": "vpB backend_buffer_clear it 1",
+        "free_buffer": "vp backend_buffer_free it",
+    },
+    "stream": {
+        "guid": "p backend_guid it",
+        "get_name": "pp backend_name it",
+        "free": "vp backend_free it",
+        "set_tensor_async": "vpppzz backend_tensor_set_async it tensor room 0 4",
+        "get_tensor_async": "vpppzz backend_tensor_get_async it tensor room 0 4",
+        "cpy_tensor_async": "bpppp backend_tensor_copy_async it it tensor other",
+        "synchronize": "vp backend_synchronize it",
+        "graph_compute": "ipp backend_graph_compute_async it room",
+        "event_record": "vpp backend_event_record event it",
+        "event_wait": "vpp backend_event_wait it event",
+        "device": "p backend_get_device it",
+    },
+    "device": {
+        "get_name": "pp backend_dev_name it",
+        "get_description": "pp backend_dev_description it",
+        "get_memory": "vppp backend_dev_memory it room room",
+        "get_type": "ip backend_dev_type it",
+        "get_props": "vpp backend_dev_get_props it room",
+        "init_backend": "pps backend_dev_init it 0",
+        "get_buffer_type": "pp backend_dev_buffer_type it",
+        "get_host_buffer_type": "pp backend_dev_host_buffer_type it",
+        "buffer_from_host_ptr": "pppzz backend_dev_buffer_from_host_ptr it room 64 64",
+        "supports_op": "bpp backend_dev_supports_op it tensor",
+        "supports_buft": "bpp backend_dev_supports_buft it room",
+        "offload_op": "bpp backend_dev_offload_op it tensor",
+        "event_new": "pp backend_event_new it",
+        "event_free": "vpp backend_event_free event",
+        "event_synchronize": "vpp backend_event_synchronize event",
+        "registration": "p backend_dev_backend_reg it",
+    },
+    "registration": {
+        "get_name": "pp backend_reg_name it",
+        "get_device_count": "zp backend_reg_dev_count it",
+        "get_device": "ppz backend_reg_dev_get it 0",
+        "get_proc_address": "pps backend_reg_get_proc_address it 0",
+    },
+}
+"""Interface structs by field: result and arguments of the callback by `_KINDS` (`p`: the field is a pointer),
+then the public function that calls or returns it, with its arguments."""
 
 
 class Unfit(Exception):
@@ -103,17 +191,19 @@ class Ggml:
 
     Args:
         parts: The library's files, each after those that it needs.
+        needed: The functions that it must have.
 
     Raises:
         OSError: A file cannot be loaded.
         Unfit: A function is missing.
     """
 
-    def __init__(self, parts: Sequence[str]) -> None:
-        self.parts = [ctypes.CDLL(part, getattr(os, "RTLD_LOCAL", 0) or 0) for part in parts]
+    def __init__(self, parts: Sequence[str], needed: Mapping[str, str] = SIGNATURES) -> None:
+        mode = _mode(parts)
+        self.parts = [ctypes.CDLL(part, mode) for part in parts]
         self.c: Functions = {}
         missing = []
-        for name, kinds in {**SIGNATURES, **LATER}.items():
+        for name, kinds in {**FOR_TABLES, **SIGNATURES, **LATER}.items():
             for part in reversed(self.parts):
                 function = getattr(part, f"ggml_{name}", None)
                 if function is not None:
@@ -121,12 +211,45 @@ class Ggml:
                     self.c[name] = function
                     break
             else:
-                if name in SIGNATURES:
+                if name in needed:
                     missing.append(f"ggml_{name}")
         if missing:
             few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             found = self.c["version"]().decode() if "version" in self.c else "of an unknown version"
             raise Unfit(f"ggml {found} lacks {few}; install a version from 2025-10 or later")
+
+
+def file_of(function: Any) -> str | None:
+    """Return the file that a C function was loaded from; `None` if unknown."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [
+            ("file", ctypes.c_char_p),
+            ("base", ctypes.c_void_p),
+            ("name", ctypes.c_char_p),
+            ("at", ctypes.c_void_p),
+        ]
+
+    info = Info()
+    try:
+        found = ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    except (OSError, TypeError, AttributeError):  # Windows
+        return None
+    return os.fsdecode(info.file) if found else None
+
+
+def _mode(parts: Sequence[str]) -> int:
+    """Return the mode to load a library in, so that its calls of its own functions do not reach another ggml.
+
+    ggml-python loads `libggml-base` for the whole process: the loader then resolves calls within a library
+    that is loaded later to that one, unless `RTLD_DEEPBIND` is given.
+    """
+    try:
+        other = file_of(ctypes.CDLL(None).ggml_backend_buffer_init)
+    except (AttributeError, TypeError, OSError):  # no such global function, or Windows
+        return 0
+    mine = other is None or os.path.realpath(other) in map(os.path.realpath, parts)
+    return 0 if mine else getattr(os, "RTLD_DEEPBIND", 0)
 
 
 def load(parts: Sequence[str], folder: str = "") -> Ggml:
@@ -244,16 +367,8 @@ def slots(ggml: Ggml, accessors: Accessors) -> dict[str, int]:
     """Find the index of each function pointer in an interface struct by calling its accessor; -1: unknown."""
     called: list[int] = []
     room = ctypes.create_string_buffer(1024)
-
-    def slot(i: int) -> Any:
-        def note(_: int) -> int:
-            called.append(i)
-            return ctypes.addressof(room)  # a size, an empty text, or any pointer
-
-        return _Slot(note)
-
-    callbacks = [slot(i) for i in range(N_SLOTS)]
-    fake = (ctypes.c_void_p * N_SLOTS)(*(ctypes.cast(c, ctypes.c_void_p).value for c in callbacks))
+    recorders = _recorders(called, ctypes.addressof(room))
+    fake = (ctypes.c_void_p * N_SLOTS)(*(ctypes.cast(c, ctypes.c_void_p).value for c in recorders))
     found = {}
     for name, (accessor, arguments) in accessors.items():
         called.clear()
@@ -261,6 +376,83 @@ def slots(ggml: Ggml, accessors: Accessors) -> dict[str, int]:
         ggml.c[accessor](ctypes.addressof(fake), *given)
         found[name] = called[0] if called else -1
     return found
+
+
+def callback(kinds: str, function: Callable[..., Any]) -> Any:
+    """Return a C function pointer that calls a function; `kinds`: result and arguments by `_KINDS`."""
+    return ctypes.CFUNCTYPE(_KINDS[kinds[0]], *(_KINDS[kind] for kind in kinds[1:]))(function)
+
+
+def tables(ggml: Ggml) -> dict[str, Any]:
+    """Return the index of each field of the structs in `TABLES`, and the API version.
+
+    Raises:
+        Unfit: The API version is not in `API_VERSIONS`, or a field is not found.
+    """
+    c = ggml.c
+    reg = c["backend_dev_backend_reg"](c["backend_dev_get"](0))
+    version = ctypes.c_int.from_address(reg).value
+    if version not in API_VERSIONS:
+        raise Unfit(
+            f"ggml {c['version']().decode()} has version {version} of the backend interface, which ggmlb "
+            f"does not know (it knows {', '.join(map(str, API_VERSIONS))}); use another ggml or a newer ggmlb"
+        )
+    called: list[int] = []
+    room = ctypes.create_string_buffer(1024)
+    zero = _Slot(lambda _: 0)
+    recorders = _recorders(called, ctypes.addressof(room))
+    values = [ctypes.cast(recorder, ctypes.c_void_p).value for recorder in recorders]
+    fake = Table((ctypes.c_void_p * N_SLOTS)(*values))
+    plain = Table((ctypes.c_void_p * N_SLOTS)(*[ctypes.cast(zero, ctypes.c_void_p).value] * N_SLOTS))
+    buffer = c["backend_buffer_init"](ctypes.addressof(plain), fake, None, 64)
+    layout = _tensor_layout(ggml)
+    both = [_placed_tensor(layout, buffer, ctypes.addressof(room) + 64 * i) for i in range(2)]
+    event = (ctypes.c_void_p * 2)(ctypes.addressof(fake), 0)
+    words = {
+        "room": ctypes.addressof(room), "tensor": ctypes.addressof(both[0]),
+        "other": ctypes.addressof(both[1]), "event": ctypes.addressof(event),
+    }  # fmt: skip
+    found: dict[str, dict[str, int]] = {}
+    for table, fields in TABLES.items():
+        words["it"] = buffer if table == "buffer" else ctypes.addressof(fake)
+        found[table] = {}
+        for field, text in fields.items():
+            _, accessor, *arguments = text.split()
+            called.clear()
+            kinds = FOR_TABLES.get(accessor) or SIGNATURES[accessor]
+            given = [words[a] if a in words else int(a) for a in arguments]
+            result = c[accessor](
+                *(g or None if k in "ps" else g for g, k in zip(given, kinds[1:], strict=True))
+            )
+            index = called[0] if called else values.index(result) if result in values else -1
+            if index < 0:
+                raise Unfit(
+                    f"ggml {c['version']().decode()}: {table}.{field} was not found; install another ggml"
+                )
+            found[table][field] = index
+    return {"api_version": version, **found}
+
+
+def _placed_tensor(layout: Mapping[str, int], buffer: int, data: int) -> Any:
+    """Return a `ggml_tensor` of four float32 at the address `data` in a C buffer."""
+    tensor = ctypes.create_string_buffer(layout["size"])
+    values = {"buffer": (buffer,), "ne": (4, 1, 1, 1), "nb": (4, 16, 16, 16), "data": (data,)}
+    for field, numbers in values.items():
+        struct.pack_into(f"{len(numbers)}Q", tensor, layout[field], *numbers)
+    return tensor
+
+
+def _recorders(called: list[int], answer: int) -> list[Any]:
+    """Return a callback for each slot, which notes its index, and returns `answer` (any pointer)."""
+
+    def recorder(i: int) -> Any:
+        def note(_: int) -> int:
+            called.append(i)
+            return answer
+
+        return _Slot(note)
+
+    return [recorder(i) for i in range(N_SLOTS)]
 
 
 def _props_size(ggml: Ggml) -> int:
@@ -321,18 +513,20 @@ def _device(ggml: Ggml, index: int) -> dict[str, Any]:
         "caps": [b == 1 for b in room.raw[at : at + 5]],
         "is_host": bool(c["backend_buft_is_host"](c["backend_dev_buffer_type"](device))),
         "backend": c["backend_reg_name"](reg).decode(errors="replace"),
-        "api_version": ctypes.c_int.from_address(reg).value,
     }
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the result of `probe` as JSON, or the reason why the library is incompatible."""
-    parts, folder = list(arguments), ""
+    parts, folder = [a for a in arguments if a != "--tables"], ""
     if "--load" in parts:
         folder = parts.pop()
         parts.remove("--load")
     try:
-        answer = probe(load(parts, folder))
+        ggml = load(parts, folder)
+        answer = probe(ggml)
+        if "--tables" in arguments:
+            answer["tables"] = tables(ggml)
         if folder:
             answer["left_out"] = left_out(folder, [device["backend"] for device in answer["devices"]])
     except (OSError, Unfit) as error:

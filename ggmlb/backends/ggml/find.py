@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from ggmlb.core.errors import BackendUnavailable
 from ggmlb.system import env
 
 PACKAGES: Final = (
@@ -111,3 +113,51 @@ def _has_ggml(file: Path) -> bool:
             return content.find(b"ggml_backend_dev_count\0") >= 0
     except (OSError, ValueError):  # unreadable, or empty
         return False
+
+
+def in_process(library: str | os.PathLike[str] | None = None) -> Found:
+    """Return a library that this process uses or will use.
+
+    Args:
+        library: Name of its package on PyPI or of its module, or its file or folder. By default the one that
+            is loaded; if none is, the one in GGMLB_GGML_PATH, else the one that is installed.
+
+    Raises:
+        BackendUnavailable: There is no such library, or more than one; the message has their names.
+    """
+    ask = "register_with_ggml"
+    if library is not None:
+        names = (name for name, module, _ in PACKAGES if library in (name, module))
+        package = next(names, None)
+        found = next((f for f in _of_packages() if package and f.origin.startswith(package)), None)
+        found = found or (at(Path(library)) if package is None else None)
+        if found is None:
+            known = ", ".join(name for name, *_ in PACKAGES)
+            raise BackendUnavailable(
+                f"{ask}: {os.fspath(library)!r} holds no ggml library; give the path of libggml or of the "
+                f"extension module that holds it, or an installed package ({known})"
+            )
+        return found
+    installed = libraries()
+    loaded = [each for each in installed if is_loaded(each)]
+    choice = loaded or list(_of_environment()) or installed
+    if len(choice) != 1:
+        state = "loaded" if loaded else "found" if installed else ""
+        found_here = "no ggml library was found" if not choice else (
+            f"{len(choice)} ggml libraries are {state} ({', '.join(each.origin for each in choice)})"
+        )  # fmt: skip
+        raise BackendUnavailable(f'{ask}: {found_here}; name one: library="xllamacpp", or its path')
+    return choice[0]
+
+
+def is_loaded(library: Found) -> bool:
+    """Whether this process has loaded a library; `False` where the system cannot tell."""
+    mode = getattr(os, "RTLD_NOLOAD", None)
+    if mode is None:
+        return False
+    try:
+        for part in library.parts:
+            ctypes.CDLL(part, mode | os.RTLD_LAZY)
+    except OSError:
+        return False
+    return True

@@ -45,14 +45,18 @@ QUIET: Final = {"GGML_NO_BACKTRACE": "1"}
 """Environment of child processes: an abort then starts no debugger for a backtrace."""
 
 
-def probe(found: Found) -> dict[str, Any]:
+def probe(found: Found, *options: str) -> dict[str, Any]:
     """Return the result of `abi.probe`, run in a child process.
+
+    Args:
+        found: The library.
+        options: `--tables` for `abi.tables`, too.
 
     Raises:
         BackendUnavailable: The library cannot be loaded, or is incompatible.
     """
     command = [sys.executable, "-I", str(Path(abi.__file__)), *found.parts]
-    command += ["--load", found.folder] if found.folder else []
+    command += [*options, *(("--load", found.folder) if found.folder else ())]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -142,16 +146,32 @@ class GgmlLibrary:
         """Whether the library is loaded."""
         return self._ggml is not None
 
+    def functions(self, needed: Mapping[str, str] = abi.SIGNATURES) -> abi.Ggml:
+        """Return the library with its functions, loaded if it is not; the program goes on to use it.
+
+        Args:
+            needed: The functions that it must have.
+
+        Raises:
+            BackendBroken: It cannot be loaded, lacks a function, or another library with the same functions
+                is loaded for the whole process.
+        """
+        try:
+            ggml = abi.Ggml(self.found.parts, needed)
+        except (OSError, abi.Unfit) as error:
+            raise BackendBroken(f"{self} cannot be loaded: {error}") from error
+        self._check_parts(ggml)
+        return ggml
+
     def _loaded(self) -> abi.Ggml:
         try:
-            ggml = abi.Ggml(self.found.parts)
-            self._check_parts(ggml)
+            ggml = self.functions()
             ggml.c["log_set"](ctypes.cast(_forward_log, ctypes.c_void_p), None)
             ggml = abi.load(self.found.parts, self.found.folder)
         except (OSError, abi.Unfit) as error:
             raise BackendBroken(f"{self} cannot be loaded: {error}") from error
         n, expected = ggml.c["backend_dev_count"](), len(self.facts["devices"])
-        if n != expected:
+        if n < expected:  # more are those that `register_with_ggml` added
             raise BackendBroken(
                 f"{self} has {n} devices now, and had {expected} when probed; set environment variables "
                 "before the first use of ggmlb"
@@ -161,12 +181,19 @@ class GgmlLibrary:
     def _check_parts(self, ggml: abi.Ggml) -> None:
         """Raise if the loader took functions from another library with the same names."""
         for name in ("version", "backend_dev_count"):
-            file = _file_of(ggml.c[name])
+            file = abi.file_of(ggml.c[name])
             if file is not None and os.path.realpath(file) not in self.found.parts:
                 raise BackendBroken(
                     f"{self} cannot be loaded: {file} with the same name is loaded already; use one of the "
                     "two per process (set GGMLB_GGML_PATH)"
                 )
+        tensor, op = self.room(1), self.ops[Op.ADD]
+        ctypes.c_int.from_buffer(tensor, self._layout["op"]).value = op
+        if ggml.c["op_desc"](ctypes.addressof(tensor)) != ggml.c["op_name"](op):
+            raise BackendBroken(
+                f"{self} cannot be used: another ggml was loaded for the whole process before it, as by "
+                "ggml-python, and its functions call that one; import the two in the other order"
+            )
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -205,6 +232,10 @@ class GgmlLibrary:
             params, flags, *sources, *rest, view, view_offs, address, tensor.name.encode()[: N_NAME], extra,
         )  # fmt: skip
 
+    def unpack(self, raw: bytes) -> tuple[Any, ...]:
+        """Return the fields of a `ggml_tensor`, in ggml's order (`_FORMATS`)."""
+        return self._pack.unpack(raw)
+
     def room(self, n: int) -> ctypes.Array[ctypes.c_char]:
         """Return a zeroed array of `n` `ggml_tensor`s."""
         return ctypes.create_string_buffer(n * self.tensor_size)
@@ -233,25 +264,6 @@ def operands(node: Tensor, where: Mapping[Tensor | None, int]) -> list[int]:
     if node.op is Op.CPY and len(sources) == 1:  # a cast: in ggml src[1] is the result
         sources.append(where[node])
     return sources
-
-
-def _file_of(function: Any) -> str | None:
-    """Return the file that a C function was loaded from; `None` if unknown."""
-
-    class Info(ctypes.Structure):
-        _fields_ = [
-            ("file", ctypes.c_char_p),
-            ("base", ctypes.c_void_p),
-            ("name", ctypes.c_char_p),
-            ("at", ctypes.c_void_p),
-        ]
-
-    info = Info()
-    try:
-        found = ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
-    except (OSError, TypeError, AttributeError):  # Windows
-        return None
-    return os.fsdecode(info.file) if found else None
 
 
 _LEVELS: Final = (logging.DEBUG, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)

@@ -1,13 +1,14 @@
-"""`op_params`: a node's parameters as ggml.c writes them into a tensor, word by word."""
+"""`op_params`: a node's parameters as ggml.c writes them into a tensor, word by word, and reads them."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Mapping
-from typing import Final
+from enum import IntEnum
+from typing import Any, Final
 
-from ggmlb.core.enums import Op, UnaryOp
+from ggmlb.core.enums import GluOp, Hint, Op, OpPool, Prec, RopeType, ScaleMode, SortOrder, TriType, UnaryOp
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.tensor import Tensor
 
@@ -64,6 +65,16 @@ WORDS: Final[dict[Op, str]] = {
 """Parameters in the order of their words: int32 (`i`), float32 (`f`), an int32 as truth value (`b`)."""
 
 ROPE_FLOATS: Final = ("freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow")
+
+
+_ENUMS: Final[dict[tuple[Op, str], type[IntEnum]]] = {
+    (Op.ARGSORT, "order"): SortOrder,
+    (Op.MUL_MAT, "hint"): Hint,
+    (Op.POOL_1D, "op"): OpPool,
+    (Op.POOL_2D, "op"): OpPool,
+    (Op.POOL_2D_BACK, "op"): OpPool,
+    (Op.TRI, "type"): TriType,
+}
 
 
 def _format(words: str) -> tuple[tuple[str, ...], struct.Struct]:
@@ -132,3 +143,66 @@ def _encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, in
     if op is Op.VIEW:
         return struct.pack("=Q", node.view_offs)
     return b""
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def decode(
+    op: Op, raw: bytes, ne: tuple[int, ...], unary_ops: Mapping[int, UnaryOp], glu_ops: Mapping[int, GluOp]
+) -> dict[str, Any]:
+    """Return a node's parameters by name; the inverse of `encode`.
+
+    Args:
+        op: The node's op.
+        raw: Its `op_params`.
+        ne: Its extents.
+        unary_ops: The library's `ggml_unary_op` values.
+        glu_ops: Its `ggml_glu_op` values.
+
+    Raises:
+        LookupError: ggmlb has no such parameter value; the message says which.
+    """
+    i, f = struct.unpack("=16i", raw), struct.unpack("=16f", raw)
+    if op in WORDS:
+        return _words(op, i, f)
+    if op is Op.UNARY:
+        if i[0] not in unary_ops:
+            raise LookupError(f"ggmlb has no unary op {i[0]}")
+        slopes = {"alpha_n": f[1], "alpha_p": f[2], "beta": f[3], "eps": f[4]}
+        return {"op": unary_ops[i[0]], **(slopes if unary_ops[i[0]] is UnaryOp.XIELU else {})}
+    if op is Op.GLU:
+        if i[0] not in glu_ops:
+            raise LookupError(f"ggmlb has no gated linear unit {i[0]}")
+        limits = {"alpha": f[2], "limit": f[3]} if glu_ops[i[0]] is GluOp.SWIGLU_OAI else {}
+        return {"op": glu_ops[i[0]], "swapped": bool(i[1]), **limits}
+    if op in (Op.ROPE, Op.ROPE_BACK):
+        floats = dict(zip(ROPE_FLOATS, f[5:11], strict=True))
+        head = {"n_dims": i[1], "mode": RopeType(i[2]), "n_ctx_orig": i[4]}
+        return {**head, **floats, "sections": i[11:15], "offset": i[15]}
+    if op is Op.PAD:
+        return {"left": i[0:8:2], "right": i[1:8:2], "circular": bool(i[8])}
+    if op is Op.PERMUTE:
+        return {"axes": i[:4]}
+    if op is Op.ROLL:
+        return {"shifts": i[:4]}
+    if op is Op.UPSCALE:
+        flags = {"align_corners": bool(i[0] & 256), "antialias": bool(i[0] & 512)}
+        return {"mode": ScaleMode(i[0] & 255), **flags}
+    if op is Op.TOP_K:
+        return {"k": ne[0]}
+    if op is Op.DSV4_HC_PRE and i[1]:
+        raise LookupError(f"this form of {op} came after ggml 0.21")
+    return {}
+
+
+def _words(op: Op, i: tuple[int, ...], f: tuple[float, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for k, word in enumerate(WORDS[op].split()):
+        name, kind = word.split(":")
+        value: Any = f[k] if kind == "f" else bool(i[k]) if kind == "b" else i[k]
+        if name == "prec":  # newer ones allow less precision than F32, and demand none
+            value = Prec.F32 if value == Prec.F32 else Prec.DEFAULT
+        enum = _ENUMS.get((op, name))
+        found[name] = value if enum is None else enum(value)
+    return found

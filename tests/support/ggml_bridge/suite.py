@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ggmlb.backends.ggml.registration import PREFIX
 from tests.support import outcomes
-from tests.support.ggml_bridge.devices import FAULT, PREFIX
-from tests.support.ggml_bridge.worker import END
+from tests.support.ggml_bridge import END, FAULT
 from tests.support.outcomes import FAILED, OK, UNJUDGED, UNSUPPORTED, Outcome
 
 FOLDER = Path(__file__).parents[3] / "build/ggml/lib"

@@ -1,0 +1,253 @@
+"""`register_with_ggml`: what it refuses, what a program gets where something fails, and how it ends.
+
+Each test is a process of its own, as ggml cannot be unloaded. Models are small and random.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import ggmlb
+from ggmlb.backends.ggml import abi
+from ggmlb.backends.ggml.find import libraries
+from ggmlb.backends.ggml.library import probe
+from tests.support.processes import python
+from tests.support.text_models import write_text_model
+
+if find_spec("xllamacpp") is None:
+    pytest.skip("xllamacpp is not installed", allow_module_level=True)
+
+HEAD = """
+import sys
+from pathlib import Path
+import ggmlb
+from tests.support.llama_c_api import Llama
+path, prompt = Path(sys.argv[1]), [1, 40, 41, 42, 43]
+def refused(call, *arguments, **options):
+    try:
+        call(*arguments, **options)
+    except ggmlb.Error as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model, whose file is named in the processes' arguments."""
+    return write_text_model(tmp_path_factory.mktemp("model") / "llama.gguf", dtype="q8_0")
+
+
+def run(code: str, *arguments: object, **variables: str) -> list[str]:
+    """Return the lines that code prints, run behind `HEAD` in a process of its own."""
+    done = python("-c", HEAD + code, *map(str, arguments), cwd=None, **variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_it_is_listed_computes_and_is_unregistered(model: Path) -> None:
+    lines = run(
+        """
+alone = Llama(path, n_gpu_layers=0)
+expected = alone.generate(prompt, 8)[0]
+alone.close()
+made = ggmlb.register_with_ggml("LLVM")
+print(made)
+with_device = Llama(path)
+assert with_device.generate(prompt, 8)[0] == expected
+assert made.n_graphs == 8
+assert any("ggmlb-LLVM" in line for line in with_device.log)
+print(refused(ggmlb.register_with_ggml, "LLVM", "xllamacpp"))
+print(refused(made.unregister))
+assert with_device.generate([5], 1, start=12)[0]  # nothing was freed
+with_device.close()
+made.unregister()
+made.unregister()  # has no effect
+print(made)
+again = Llama(path)
+assert again.generate(prompt, 8)[0] == expected and made.n_graphs == 9
+again.close()
+""",
+        model,
+        GGMLB_GGML_PATH="",
+    )
+    assert lines[0].startswith("<GgmlRegistration ggmlb-LLVM with ggml 0.")
+    assert lines[1].startswith("RegistryError: register_with_ggml: LLVM is registered with ggml 0.")
+    assert "buffers and 1 streams of it; free the models and contexts" in lines[2]
+    assert lines[3].endswith("unregistered>")
+
+
+def test_what_holds_no_library_is_refused(tmp_path: Path) -> None:
+    for library in ("numpy", "/nowhere/libggml.so", tmp_path, __file__):
+        with pytest.raises(ggmlb.BackendUnavailable, match=r"holds no ggml library; give.*xllamacpp"):
+            ggmlb.register_with_ggml("CPU", library)
+    with pytest.raises(ggmlb.ArgumentError, match="library"):
+        ggmlb.register_with_ggml("CPU", 3)  # type: ignore[arg-type]
+    with pytest.raises(ggmlb.RegistryError, match="CPUU"):
+        ggmlb.register_with_ggml("CPUU", "xllamacpp")
+
+
+def test_an_unknown_interface_version_is_refused_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = next(each for each in libraries() if each.origin.startswith("xllamacpp"))
+    version = probe(found, "--tables")["tables"]["api_version"]
+    assert version in abi.API_VERSIONS
+    monkeypatch.setattr(abi, "API_VERSIONS", ())
+    with pytest.raises(abi.Unfit, match=f"has version {version} of the backend interface, which ggmlb"):
+        abi.tables(abi.Ggml(found.parts))
+
+
+def test_an_error_is_a_failed_status_with_the_reason_in_the_log(model: Path) -> None:
+    run(
+        """
+made = ggmlb.register_with_ggml("LLVM", "xllamacpp")
+llama = Llama(path)
+expected = llama.generate(prompt, 4)[0]
+stream = next(iter(made._streams.values())).backend
+kind, compute = type(stream), type(stream)._compute
+def fails(self, plan):
+    raise ggmlb.DeviceLostError("the card fell off the bus at 100%s")
+kind._compute = fails
+llama.clear()
+assert llama.decode([prompt]) < 0
+log = "".join(llama.log)
+assert "ggmlb-LLVM: graph_compute failed: DeviceLostError: the card fell off the bus at 100%s" in log
+kind._compute = compute
+llama.clear()
+assert llama.generate(prompt, 4)[0] == expected
+llama.close()
+made.unregister()
+""",
+        model,
+    )
+
+
+def test_where_memory_is_short_the_program_loads_nothing(model: Path) -> None:
+    run(
+        """
+made = ggmlb.register_with_ggml("CPU", "xllamacpp", repack=False)
+buft = type(made.device.buffer_type)
+def alloc(self, nbytes):
+    raise self.out_of_memory(nbytes)
+kept, buft._alloc_buffer = buft._alloc_buffer, alloc
+try:
+    Llama(path, load_mode=0)
+except RuntimeError as error:
+    assert "unable to allocate" in str(error), error
+else:
+    raise AssertionError("it loaded")
+assert not made._memories
+buft._alloc_buffer = kept
+Llama(path).close()
+made.unregister()
+""",
+        model,
+    )
+
+
+def test_a_failed_write_fails_what_would_read_it(model: Path) -> None:
+    run(
+        """
+made = ggmlb.register_with_ggml("LLVM", "xllamacpp")
+buffer = type(made.device.buffer_type.alloc_buffer(1))
+def fails(self, tensor, data, offset):
+    raise ggmlb.BackendError("no transfer")
+kept, buffer._set_tensor = buffer._set_tensor, fails
+llama = Llama(path)
+buffer._set_tensor = kept
+assert llama.decode([prompt]) < 0
+assert "graph_compute failed: a write to its memory failed: no transfer" in "".join(llama.log)
+llama.close()
+llama = Llama(path)
+assert llama.decode([prompt]) == 0
+llama.close()
+""",
+        model,
+    )
+
+
+def test_other_threads_run_while_a_device_computes(model: Path) -> None:
+    run(
+        """
+import threading, time
+ggmlb.register_with_ggml("LLVM", "xllamacpp")
+llama = Llama(path)
+llama.generate(prompt, 2)
+n, ends = 0, threading.Event()
+def count():
+    global n
+    while not ends.wait(0.0001):
+        n += 1
+thread = threading.Thread(target=count)
+thread.start()
+llama.clear()
+try:
+    llama.generate(prompt, 100)
+finally:
+    ends.set()
+    thread.join()
+assert n > 20, n
+llama.close()
+""",
+        model,
+    )
+
+
+def test_a_model_that_is_open_when_python_ends_is_left_alone(model: Path) -> None:
+    lines = run(
+        """
+import builtins, os
+ggmlb.register_with_ggml("LLVM", "xllamacpp")
+llama = Llama(path)
+llama.generate(prompt, 2)
+class Late:
+    def __del__(self, llama=llama, write=os.write):
+        llama.close()
+        write(1, b"closed late\\n")
+builtins.late = Late()
+print("end", flush=True)
+""",
+        model,
+    )
+    assert lines == ["end", "closed late"]
+
+
+def test_an_environment_variable_registers_devices_at_import(model: Path) -> None:
+    run(
+        """
+from ggmlb.backends.ggml import registration
+assert [made.name for made in registration._registrations] == ["ggmlb-CPU", "ggmlb-LLVM"]
+assert Llama(path).generate(prompt, 2)
+assert [made.n_graphs for made in registration._registrations] == [2, 2]
+""",
+        model,
+        GGMLB_REGISTER_WITH_GGML="CPU, LLVM",
+        GGMLB_GGML_PATH=str(next(f.parts[0] for f in libraries() if f.origin.startswith("xllamacpp"))),
+    )
+    done = python("-c", "import ggmlb", GGMLB_REGISTER_WITH_GGML="Nothing0")
+    assert "RegistryError" in done.stderr
+    assert "Nothing0" in done.stderr
+
+
+@pytest.mark.skipif(find_spec("ggml") is None, reason="ggml-python is not installed")
+@pytest.mark.parametrize(
+    ("imports", "works"), [("ggml", True), ("xllamacpp, ggml", True), ("ggml, xllamacpp", False)]
+)
+def test_two_libraries_of_one_process_keep_apart(model: Path, imports: str, works: bool) -> None:
+    """ggml-python loads its functions for the whole process, also for libraries that are loaded later."""
+    code = f"""
+import {imports}
+if {works}:
+    ggmlb.register_with_ggml("LLVM", "xllamacpp")
+    llama = Llama(path)
+    llama.generate(prompt, 2)
+    llama.close()
+    ggmlb.device_by_name("ggml:CPU").init_backend().free()
+else:
+    said = refused(ggmlb.register_with_ggml, "LLVM", "xllamacpp")
+    assert said.startswith("BackendBroken") and "another ggml was loaded for the whole process" in said, said
+    assert "another ggml" in refused(ggmlb.device_by_name("ggml:CPU").init_backend)
+"""
+    run(code, model)
