@@ -130,14 +130,14 @@ class Llama:
         self._context = None
         self._model = self.c["model_load_from_file"](str(model).encode(), params)
         if not self._model:
-            raise RuntimeError(f"llama.cpp did not load {model}: {self.log[-3:]}")
+            raise RuntimeError(f"llama.cpp did not load {model}: {self.log[-6:]}")
         params = self.c["context_default_params"]()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = n_ctx, 64, 64, n_seq_max
         params.n_threads = params.n_threads_batch = n_threads
         params.embeddings = embeddings
         self._context = self.c["init_from_model"](self._model, params)
         if not self._context:
-            raise RuntimeError(f"llama.cpp made no context: {self.log[-3:]}")
+            raise RuntimeError(f"llama.cpp made no context: {self.log[-6:]}")
         self._vocab = self.c["model_get_vocab"](self._model)
         self.n_vocab = self.c["vocab_n_tokens"](self._vocab)
 
@@ -175,12 +175,22 @@ class Llama:
         tokens = list(prompt)
         for _ in range(n):
             if status := self.decode([tokens], start):
-                raise RuntimeError(f"llama_decode returned {status}: {self.log[-3:]}")
+                raise RuntimeError(f"llama_decode returned {status}: {self.log[-6:]}")
             start += len(tokens)
             rows.append(self.logits())
             tokens = [int(rows[-1].argmax())]
             found += tokens
         return found, np.array(rows)
+
+    def forced(self, prompt: Sequence[int], tokens: Sequence[int]) -> Logits:
+        """Return the logits before each of the tokens that follow a prompt."""
+        rows, start = [], 0
+        for part in (prompt, *([token] for token in tokens[:-1])):
+            if status := self.decode([part], start):
+                raise RuntimeError(f"llama_decode returned {status}: {self.log[-6:]}")
+            start += len(part)
+            rows.append(self.logits())
+        return np.array(rows)
 
     def clear(self) -> None:
         """Forget all sequences."""

@@ -96,6 +96,7 @@ LATER = {
 FOR_TABLES = {
     "nbytes": "zp", "graph_nodes": "pp", "backend_register": "vp",
     "backend_unload": "vp", "backend_buffer_init": "ppTpz", "backend_buffer_get_usage": "ip",
+    "backend_buffer_get_type": "pp",
     "backend_buft_get_device": "pp", "backend_name": "sp", "backend_get_device": "pp",
     "backend_reg_dev_count": "zp", "backend_reg_dev_get": "ppz",
 }  # fmt: skip

@@ -14,7 +14,9 @@ from ggmlb.core.enums import NO_OPS, GluOp, Op, TensorFlag, UnaryOp
 from ggmlb.core.errors import UnsupportedOpError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Ne, Tensor
-from ggmlb.interface import Buffer, Device
+from ggmlb.interface import Backend, Buffer, Device
+from ggmlb.interface.registry import host_device
+from ggmlb.system import log
 
 Place = Callable[["CTensor", Tensor], None]
 """Sets `buffer` and `offset` of a tensor from the fields of the C tensor; leaves those not ours unplaced."""
@@ -55,6 +57,11 @@ class CTensor:
         self.op, self.params, self.flags = fields[10:13]
         self.src: tuple[int, ...] = fields[13 : 13 + N_SRC]
         self.view_src, self.view_offs, self.data, self.name, _ = fields[13 + N_SRC :]
+
+    @property
+    def title(self) -> str:
+        """Its name."""
+        return str(self.name.partition(b"\0")[0], errors="replace")
 
 
 class Reader:
@@ -113,7 +120,7 @@ class Reader:
         node = Tensor(
             dtype, c.ne, c.nb, op=op, src=src, params=self._decoded(op, c), view_src=view,
             view_offs=c.view_offs if view is not None else 0,
-            name=c.name.partition(b"\0")[0].decode(errors="replace"),
+            name=c.title,
         )  # fmt: skip
         node.flags = c.flags
         return node
@@ -132,10 +139,18 @@ class Reader:
 
     # -- ops -----------------------------------------------------------------------------------
 
-    def declines(self, address: int) -> str | None:
-        """Return why the device cannot compute the C node at an address, or `None`; reads one level."""
+    def declines(self, address: int, is_fixed: bool) -> str | None:
+        """Return why the C node at an address cannot be computed, or `None`; reads one level.
+
+        Args:
+            address: The node's.
+            is_fixed: Whether its result is in the device's memory already, so that no other backend can
+                compute it: the CPU of ggmlb does it then (`Part`).
+        """
         c = CTensor(self.library, address)
-        return self._answer(c, {s: CTensor(self.library, s) for s in (*c.src, c.view_src) if s})
+        sources = {s: CTensor(self.library, s) for s in (*c.src, c.view_src) if s}
+        why = self._answer(c, sources, self._device)
+        return self._answer(c, sources, host_device()) if why is not None and is_fixed else why
 
     def one_level(self, address: int) -> Tensor:
         """Return the node at an address, its operands as leafs without places.
@@ -152,9 +167,9 @@ class Reader:
 
         return self._node(CTensor(self.library, address), source)
 
-    def _answer(self, c: CTensor, sources: Mapping[int, CTensor]) -> str | None:
-        """Return why the device declines a node, with plain operands; equal nodes share an answer."""
-        key: list[Any] = [c.type, c.raw[self._kind]]
+    def _answer(self, c: CTensor, sources: Mapping[int, CTensor], device: Device) -> str | None:
+        """Return why a device declines a node, with plain operands; equal nodes share an answer."""
+        key: list[Any] = [device, c.type, c.raw[self._kind]]
         for s in c.src:
             if s and s != c.address:
                 t = sources[s]
@@ -167,25 +182,27 @@ class Reader:
                 self._answers.clear()
             try:
                 node = self.one_level(c.address)
-                why = None if node.op in NO_OPS else self._device.declines(node)
+                why = None if node.op in NO_OPS else device.declines(node)
             except LookupError as error:
                 why = str(error)
             self._answers[asked] = why
+            if why is not None:
+                log.record("ggml", log.DEBUG, "%s declines node %s: %s", device.name, c.title, why)
         return self._answers[asked]
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def graph(self, addresses: Sequence[int]) -> tuple[Graph, tuple[list[CTensor], ...]]:
+    def graph(self, addresses: Sequence[int]) -> tuple[list[Part], tuple[list[CTensor], ...]]:
         """Return a graph of C nodes, and the C tensors read: nodes, what these refer to, the others.
 
         Raises:
             LookupError: ggmlb lacks a type.
-            UnsupportedOpError: The device declines a node.
+            UnsupportedOpError: The device declines a node, and so does the CPU.
         """
         library, place = self.library, self._place
         read: dict[int, CTensor] = {}
         tensors: dict[int, Tensor] = {}
-        nodes: list[Tensor] = []
+        runs: list[tuple[bool, list[Tensor]]] = []
         mine = set(addresses)
 
         def c_tensor(at: int) -> CTensor:
@@ -218,23 +235,36 @@ class Reader:
             for s in (*c.src, c.view_src):
                 if s:
                     c_tensor(s)
-            why = self._answer(c, read)
-            if why is not None:
-                name = c.name.partition(b"\0")[0].decode(errors="replace")
-                raise UnsupportedOpError(f"{self._device.name} cannot compute node {name!r}: {why}")
+            why = self._answer(c, read, self._device)
+            if why is not None and self._answer(c, read, host_device()) is not None:
+                raise UnsupportedOpError(f"{self._device.name} cannot compute node {c.title!r}: {why}")
             node = tensors[c.address] = self._node(c, source)
             if node.view_src is None:
                 place(c, node)
-            nodes.append(node)
-        known = set(nodes)
-        graph = Graph(nodes, dict.fromkeys(s for n in nodes for s in n.sources if s not in known))
-        graph.owner_checks = True  # each node was checked, and a change gives another graph
+            if node.op in NO_OPS and not self._can_use(node):  # a view of another backend's tensor
+                continue
+            is_packed = bool(node.src) and node.src[0] is not None and self._is_packed(node.src[0])
+            by_cpu = why is not None or (is_packed and self._device.declines(node) is not None)
+            if not runs or by_cpu or runs[-1][0]:
+                runs.append((by_cpu, []))
+            runs[-1][1].append(node)
+        parts = [Part(nodes, by_cpu) for by_cpu, nodes in runs]
         direct = {s for c in inside for s in (*c.src, c.view_src)}
         levels: tuple[list[CTensor], ...] = (inside, [], [])
         for c in read.values():
             if c.address not in mine:
                 levels[1 if c.address in direct else 2].append(c)
-        return graph, levels
+        return parts, levels
+
+    def _can_use(self, tensor: Tensor) -> bool:
+        return tensor.buffer is not None and self._device.supports_buft(tensor.buffer.buft)
+
+    def _is_packed(self, tensor: Tensor) -> bool:
+        return tensor.buffer is not None and tensor.buffer.buft in self._device.extra_bufts
+
+
+def _host_buffer(tensor: Tensor) -> Buffer:
+    return host_device().buffer_type.alloc_buffer(max(tensor.nbytes, 1))
 
 
 def _members(enum: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
@@ -244,17 +274,71 @@ def _members(enum: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
 # -- known graphs ----------------------------------------------------------------------------------
 
 
+class Part:
+    """Nodes of a graph that one stream computes: the device's, or the CPU's for one that the device declines.
+
+    Args:
+        nodes: Consecutive nodes; one for the CPU.
+        by_cpu: Whether the CPU computes it, on copies of its operands.
+    """
+
+    def __init__(self, nodes: list[Tensor], by_cpu: bool) -> None:
+        self.by_cpu = by_cpu
+        self._copies: dict[Tensor, Tensor] = {}
+        self.result = nodes[0].view_src or nodes[0]
+        if by_cpu:
+            node = nodes[0].reading(tuple(map(self._copy, nodes[0].src)), self._copy(nodes[0].view_src))
+            if node.view_src is not None:
+                node.buffer, node.offset = node.view_src.buffer, node.view_offs
+            else:
+                node.buffer, node.offset = _host_buffer(node), 0
+                self._copies[self.result] = node
+            nodes = [node]
+        known = set(nodes)
+        self.graph = Graph(nodes, dict.fromkeys(s for n in nodes for s in n.sources if s not in known))
+        self.graph.owner_checks = True  # each node was checked, and a change gives another graph
+
+    def _copy(self, tensor: Tensor | None) -> Tensor | None:
+        """Return a leaf in host memory like a tensor, a view as one of its root's copy."""
+        if tensor is None:
+            return None
+        root = tensor.view_src or tensor
+        if root not in self._copies:
+            copy = self._copies[root] = Tensor(root.dtype, root.ne, root.nb)
+            copy.buffer = _host_buffer(root)
+        copy = self._copies[root]
+        if tensor is root:
+            return copy
+        return Tensor(tensor.dtype, tensor.ne, tensor.nb, view_src=copy, view_offs=tensor.view_offs)
+
+    def copied(self) -> list[Buffer | None]:
+        """Return the device's buffers that it reads and writes by copies."""
+        return [tensor.buffer for tensor in self._copies]
+
+    def compute(self, stream: Backend, cpu: Backend) -> int:
+        """Compute the nodes; return the status."""
+        if not self.by_cpu:
+            return int(stream.graph_compute_async(self.graph))
+        stream.synchronize()
+        for tensor, copy in self._copies.items():
+            copy.set(tensor.get())
+        status = cpu.graph_compute(self.graph)
+        self.result.set(self._copies[self.result].get())
+        return int(status)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
     """A graph that was read, and the C memory that it was read from.
 
     Attributes:
+        parts: The graph.
         ranges: Address and bytes of each range of C tensors. Those of the nodes are first: if they are
             unchanged, the tensors that they refer to still exist, and may be read; these come next.
         buffers: The buffers of its tensors.
     """
 
-    graph: Graph
+    parts: list[Part]
     ranges: tuple[tuple[int, bytes], ...]
     buffers: frozenset[Buffer | None]
 
@@ -275,7 +359,7 @@ class KnownGraphs:
         self._graphs: OrderedDict[tuple[bytes, int], Known] = OrderedDict()
         self._n_read = 0
 
-    def find(self, pointers: bytes) -> Graph:
+    def find(self, pointers: bytes) -> list[Part]:
         """Return the graph of an array of node pointers, read anew if a tensor has changed.
 
         Raises:
@@ -285,15 +369,16 @@ class KnownGraphs:
             known = self._graphs[key]
             if known.is_current():
                 self._graphs.move_to_end(key)
-                return known.graph
+                return known.parts
         addresses = memoryview(pointers).cast("Q").tolist()
-        graph, levels = self._reader.graph(addresses)
+        parts, levels = self._reader.graph(addresses)
         ranges = tuple(found for level in levels for found in _ranges(level))
         self._n_read += 1
-        self._graphs[pointers, self._n_read] = Known(graph, ranges, frozenset(graph.memory()))
+        buffers = frozenset(b for p in parts for b in (*p.graph.memory(), *p.copied()))
+        self._graphs[pointers, self._n_read] = Known(parts, ranges, buffers)
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
-        return graph
+        return parts
 
     def forget(self, buffers: Iterable[Buffer]) -> None:
         """Drop the graphs that use one of the buffers."""

@@ -15,6 +15,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from itertools import count
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import BackendError, BackendUnavailable, RegistryError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Device, Event
-from ggmlb.interface.registry import device_by_name
+from ggmlb.interface.registry import device_by_name, host_device
 from ggmlb.system import log
 
 PREFIX: Final = "ggmlb-"
@@ -125,6 +126,11 @@ class _Stream:
         self.table = table
         self.failure = ""
         self.n_threads = 0
+
+    @cached_property
+    def cpu(self) -> Backend:
+        """A stream of ggmlb's CPU, for nodes that the device declines."""
+        return host_device().init_backend()
 
     def wait(self) -> None:
         """Wait for the queued work."""
@@ -369,7 +375,10 @@ class GgmlRegistration:
         return self.device.caps.buffer_from_host_ptr and not self._extra
 
     def _supports(self, op: int) -> bool:
-        return self._reader.declines(op) is None
+        c = CTensor(self.library, op)
+        buffer = CTensor(self.library, c.view_src).buffer if c.view_src else c.buffer
+        buft = self._c["backend_buffer_get_type"](buffer) if buffer else 0
+        return self._reader.declines(op, buft == ctypes.addressof(self._buft)) is None
 
     def _offloads(self, op: int) -> bool:
         return self.device.offload_op(self._reader.one_level(op))
@@ -572,9 +581,12 @@ class GgmlRegistration:
             self._report("graph_compute", failure)
             return _FAILED
         nodes, n = c["graph_nodes"](graph), c["graph_n_nodes"](graph)
-        found = stream.known.find(ctypes.string_at(nodes, 8 * n))
         self.n_graphs += 1
-        return int(stream.backend.graph_compute_async(found))
+        for part in stream.known.find(ctypes.string_at(nodes, 8 * n)):
+            status = part.compute(stream.backend, stream.cpu)
+            if status:
+                return status
+        return 0
 
 
 def _host(data: int, nbytes: int) -> Any:
