@@ -31,7 +31,7 @@ ROOMS = {
     "backends.opencl": "PyOpenCL",
     "backends.cuda": "CuPy, cuBLAS, and kernels for CUDA only",
     "backends.llvm": "machine code for processors",
-    "backends.ggml": "the devices of compiled ggml libraries",
+    "backends.ggml": "compiled ggml libraries: their devices here, ours there",
     "backends.ray": "devices of other machines, over Ray",
     "backends": "the package of the backends above",
     "": "ggmlb's public names, and what an upper room gives to the classes of a lower one",

@@ -27,8 +27,9 @@ AT_LEAST: Final[dict[Op, int]] = {
 """Operands that ggmlb lists even if absent, as `None`."""
 
 MOST_ANSWERS: Final = 1 << 14
-MOST_GRAPHS: Final = 48
-"""Sizes of the caches of answers to `supports_op` and of graphs."""
+MOST_NODES: Final = 1 << 16
+MOST_ALIKE: Final = 32
+"""Sizes of the caches: answers to `supports_op`, nodes of all graphs, graphs at the same addresses."""
 
 NEAR: Final = 4096
 """Tensors at most so far apart are compared as one range: no page lies between them [bytes]."""
@@ -145,7 +146,7 @@ class Reader:
         Args:
             address: The node's.
             is_fixed: Whether its result is in the device's memory already, so that no other backend can
-                compute it: the CPU of ggmlb does it then (`Part`).
+                compute it: the CPU of ggmlb does it then (`Segment`).
         """
         c = CTensor(self.library, address)
         sources = {s: CTensor(self.library, s) for s in (*c.src, c.view_src) if s}
@@ -192,7 +193,7 @@ class Reader:
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def graph(self, addresses: Sequence[int]) -> tuple[list[Part], tuple[list[CTensor], ...]]:
+    def graph(self, addresses: Sequence[int]) -> tuple[list[Segment], tuple[list[CTensor], ...]]:
         """Return a graph of C nodes, and the C tensors read: nodes, what these refer to, the others.
 
         Raises:
@@ -248,13 +249,13 @@ class Reader:
             if not runs or by_cpu or runs[-1][0]:
                 runs.append((by_cpu, []))
             runs[-1][1].append(node)
-        parts = [Part(nodes, by_cpu) for by_cpu, nodes in runs]
+        segments = [Segment(nodes, by_cpu) for by_cpu, nodes in runs]
         direct = {s for c in inside for s in (*c.src, c.view_src)}
         levels: tuple[list[CTensor], ...] = (inside, [], [])
         for c in read.values():
             if c.address not in mine:
                 levels[1 if c.address in direct else 2].append(c)
-        return parts, levels
+        return segments, levels
 
     def _can_use(self, tensor: Tensor) -> bool:
         return tensor.buffer is not None and self._device.supports_buft(tensor.buffer.buft)
@@ -274,7 +275,7 @@ def _members(enum: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
 # -- known graphs ----------------------------------------------------------------------------------
 
 
-class Part:
+class Segment:
     """Nodes of a graph that one stream computes: the device's, or the CPU's for one that the device declines.
 
     Args:
@@ -332,13 +333,13 @@ class Known:
     """A graph that was read, and the C memory that it was read from.
 
     Attributes:
-        parts: The graph.
+        segments: The graph.
         ranges: Address and bytes of each range of C tensors. Those of the nodes are first: if they are
             unchanged, the tensors that they refer to still exist, and may be read; these come next.
         buffers: The buffers of its tensors.
     """
 
-    parts: list[Part]
+    segments: list[Segment]
     ranges: tuple[tuple[int, bytes], ...]
     buffers: frozenset[Buffer | None]
 
@@ -356,35 +357,38 @@ class KnownGraphs:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._graphs: OrderedDict[tuple[bytes, int], Known] = OrderedDict()
-        self._n_read = 0
+        self._graphs: OrderedDict[bytes, list[Known]] = OrderedDict()
+        self._n_nodes = 0
 
-    def find(self, pointers: bytes) -> list[Part]:
+    def find(self, pointers: bytes) -> list[Segment]:
         """Return the graph of an array of node pointers, read anew if a tensor has changed.
 
         Raises:
             Error: As `Reader.graph`.
         """
-        for key in [key for key in self._graphs if key[0] == pointers]:
-            known = self._graphs[key]
-            if known.is_current():
-                self._graphs.move_to_end(key)
-                return known.parts
-        addresses = memoryview(pointers).cast("Q").tolist()
-        parts, levels = self._reader.graph(addresses)
-        ranges = tuple(found for level in levels for found in _ranges(level))
-        self._n_read += 1
-        buffers = frozenset(b for p in parts for b in (*p.graph.memory(), *p.copied()))
-        self._graphs[pointers, self._n_read] = Known(parts, ranges, buffers)
-        if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)
-        return parts
+        same = self._graphs.setdefault(pointers, [])
+        self._graphs.move_to_end(pointers)
+        found = next((known for known in same if known.is_current()), None)
+        if found is None:
+            segments, levels = self._reader.graph(memoryview(pointers).cast("Q").tolist())
+            ranges = tuple(found for level in levels for found in _ranges(level))
+            buffers = frozenset(b for s in segments for b in (*s.graph.memory(), *s.copied()))
+            found = Known(segments, ranges, buffers)
+            same.append(found)
+            del same[:-MOST_ALIKE]
+            self._n_nodes += len(pointers) // 8
+            while self._n_nodes > MOST_NODES and len(self._graphs) > 1:
+                gone, graphs = self._graphs.popitem(last=False)
+                self._n_nodes -= len(gone) // 8 * len(graphs)
+        return found.segments
 
     def forget(self, buffers: Iterable[Buffer]) -> None:
         """Drop the graphs that use one of the buffers."""
         gone = set(buffers)
-        for key in [key for key, known in self._graphs.items() if not gone.isdisjoint(known.buffers)]:
-            del self._graphs[key]
+        for same in self._graphs.values():
+            same[:] = [known for known in same if gone.isdisjoint(known.buffers)]
+        self._graphs = OrderedDict((key, same) for key, same in self._graphs.items() if same)
+        self._n_nodes = sum(len(key) // 8 * len(same) for key, same in self._graphs.items())
 
 
 def _ranges(tensors: Sequence[CTensor]) -> list[tuple[int, bytes]]:

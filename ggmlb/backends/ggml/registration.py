@@ -54,6 +54,9 @@ _first_free: Final = count(1 << 46, 1 << 36)
 _kept: Final[list[Any]] = []
 """Objects whose addresses C code has, for the life of the process."""
 
+Fields = dict[str, tuple[Callable[..., Any], Any]]
+"""The fields of a struct: a function, and what it returns to C if it raises."""
+
 _registrations: Final[list[GgmlRegistration]] = []
 _lock: Final = threading.RLock()
 
@@ -214,21 +217,18 @@ class GgmlRegistration:
         """
         function: Any = self._c["backend_dev_count"]
         harmless = ctypes.cast(function, ctypes.c_void_p).value
-        buffers = (abi.Table.from_address(address) for address in self._memories)
-        streams = (stream.table for stream in self._streams.values())
-        for kind, tables in (("buffer", buffers), ("stream", streams), ("device", (self._dev,))):
-            for table in tables:
-                for name, index in self._tables[kind].items():
-                    if not name.startswith("get_") or name == "get_tensor":
-                        is_pointer = abi.TABLES[kind][name].startswith("p ")
-                        table.slots[index] = table.slots[index] if is_pointer else harmless
+        buffers = [("buffer", abi.Table.from_address(address)) for address in self._memories]
+        for kind, table in (*buffers, *(("stream", stream.table) for stream in self._streams.values())):
+            for name, index in self._tables[kind].items():
+                if name not in ("get_name", "get_base", "guid", "device"):
+                    table.slots[index] = harmless
         for stream in self._streams.values():
             with suppress(BackendError):
                 stream.wait()
 
     # -- structs -------------------------------------------------------------------------------
 
-    def _table(self, kind: str, fields: dict[str, tuple[Callable[..., Any], Any]]) -> abi.Table:
+    def _table(self, kind: str, fields: Fields) -> abi.Table:
         """Return a struct with a callback in each field: a function, and its result if it raises."""
         table = abi.Table()
         for name, (function, otherwise) in fields.items():
@@ -292,7 +292,7 @@ class GgmlRegistration:
 
     # -- the registration and the device -------------------------------------------------------
 
-    def _reg_fields(self) -> dict[str, tuple[Callable[..., Any], Any]]:
+    def _reg_fields(self) -> Fields:
         name = _text(self.name)
         return {
             "get_name": (lambda _: name, name),
@@ -323,7 +323,7 @@ class GgmlRegistration:
                 found[f"ggml_backend_{name}"] = ctypes.cast(callback, ctypes.c_void_p).value
         return found
 
-    def _device_fields(self) -> dict[str, tuple[Callable[..., Any], Any]]:
+    def _device_fields(self) -> Fields:
         device, name, description = self.device, _text(self.name), _text(self.device.description)
         caps_at = abi.CAPS_AT[self.library.facts["props_size"]]
 
@@ -344,7 +344,7 @@ class GgmlRegistration:
                 return device.supports_buft(device.host_buffer_type)  # type: ignore[arg-type]
             return buft == ctypes.addressof(self._buft)
 
-        fields: dict[str, tuple[Callable[..., Any], Any]] = {
+        fields: Fields = {
             "get_name": (lambda _: name, name),
             "get_description": (lambda _: description, description),
             "get_memory": (get_memory, None),
@@ -440,7 +440,7 @@ class GgmlRegistration:
         self._memories[address] = memory
         return address
 
-    def _buffer_fields(self) -> dict[str, tuple[Callable[..., Any], Any]]:
+    def _buffer_fields(self) -> Fields:
         return {
             "free_buffer": (self._free_memory, None),
             "get_base": (lambda b: self._memories[b].base, None),
@@ -539,9 +539,9 @@ class GgmlRegistration:
         self._streams[address] = _Stream(self.device.init_backend(), KnownGraphs(self._reader), table)
         return address
 
-    def _stream_fields(self) -> dict[str, tuple[Callable[..., Any], Any]]:
+    def _stream_fields(self) -> Fields:
         caps, name, streams, events = self.device.caps, _text(self.name), self._streams, self._events
-        fields: dict[str, tuple[Callable[..., Any], Any]] = {
+        fields: Fields = {
             "get_name": (lambda _: name, name),
             "free": (lambda this: streams.pop(this).backend.free(), None),
             "synchronize": (lambda this: streams[this].wait(), None),
@@ -582,8 +582,8 @@ class GgmlRegistration:
             return _FAILED
         nodes, n = c["graph_nodes"](graph), c["graph_n_nodes"](graph)
         self.n_graphs += 1
-        for part in stream.known.find(ctypes.string_at(nodes, 8 * n)):
-            status = part.compute(stream.backend, stream.cpu)
+        for segment in stream.known.find(ctypes.string_at(nodes, 8 * n)):
+            status = segment.compute(stream.backend, stream.cpu)
             if status:
                 return status
         return 0
