@@ -1,4 +1,4 @@
-"""Compare the functions of a ggml with those that ggmlb has or leaves out on purpose; exit with 1 if any is new.
+"""Compare the functions of a ggml with those that ggmlb has or leaves out; exit with 1 if any is new.
 
     python scripts/diff_ggml_api.py                      # the newest installed library: its exported symbols
     python scripts/diff_ggml_api.py LIBRARY.so

@@ -64,7 +64,7 @@ MMA_WG = 256
 MOST_STAGES = 6
 ROWS_BESIDE = 32
 
-IN_HALVES = frozenset({DType.Q2_K, DType.Q3_K, DType.Q6_K})
+IN_HALVES = frozenset({DType.Q2_K, DType.Q3_K, DType.Q6_K, DType.IQ2_XS, DType.IQ2_S, DType.IQ1_M})
 """Types with two scales per sub-block of 32 elements."""
 
 WITH_MINS = frozenset({DType.Q4_1, DType.Q5_1, DType.Q2_K, DType.Q4_K, DType.Q5_K})

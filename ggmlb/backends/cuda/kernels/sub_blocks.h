@@ -201,3 +201,6 @@ SCALES(q4_k)
 SCALES(q5_k) { scales_of_six(tile, at, i, d, scale, mins); }
 
 #include "sub_blocks_iq.h"
+#ifndef HAS_GRIDS
+#define HAS_GRIDS 0   /* whether quants are entries of tables */
+#endif
