@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import le
 
 from ggmlb.core.enums import BufferUsage, TensorFlag
@@ -48,6 +48,7 @@ class GraphAllocator(Freeable):
         bufts: The buffer types, by index.
         n_plans: Number of plans made.
         n_reallocs: Number of allocations; constant after `reserve`.
+        before_free: Called before buffers are replaced by larger ones, as queued work may use them.
 
     Raises:
         ArgumentError: No buffer type was given.
@@ -68,6 +69,7 @@ class GraphAllocator(Freeable):
         self._stays = TensorFlag.OUTPUT | (TensorFlag.INPUT if keep_inputs else 0)
         self.n_plans = 0
         self.n_reallocs = 0
+        self.before_free: Callable[[], object] = lambda: None
 
     # -- reserving -----------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class GraphAllocator(Freeable):
 
     def _adopt(self, plan: Plan) -> None:
         """Allocate the plan's memory, and move it to the front of the cache."""
-        if self._memories.grow(plan.peaks):
+        if self._memories.grow(plan.peaks, self.before_free):
             self.n_reallocs += 1
         if plan in self._plans:
             self._plans.remove(plan)
@@ -412,10 +414,10 @@ class Memories:
 
     # -- buffers -------------------------------------------------------------------------------
 
-    def grow(self, peaks: Sequence[Sequence[int]]) -> bool:
+    def grow(self, peaks: Sequence[Sequence[int]], before_free: Callable[[], object]) -> bool:
         """Replace chunks (buffers) below their needed size (`peaks`) by larger ones; return whether any was.
 
-        Chunks that are large enough stay.
+        Chunks that are large enough stay. `before_free` is called before any is freed.
 
         Raises:
             AllocationError: A device lacks room; all chunks were freed.
@@ -426,6 +428,8 @@ class Memories:
             for chunk, size in enumerate(sizes)
             if chunk >= len(self.chunks[m]) or self.chunks[m][chunk].size < size
         ]
+        if short:
+            before_free()
         # Free old chunks first: the device may lack room for both.
         for m, chunk, _ in short:
             if chunk < len(self.chunks[m]):

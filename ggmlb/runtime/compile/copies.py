@@ -49,9 +49,13 @@ class _CopiedGraph(IndexedGraph):
         nodes = self._nodes
         nodes += split.view_numbers
         self._clone(split.view_numbers)
+        block = -1
+        if split.block is not None:
+            block = self._append(split.block, split.backend_id)
+            nodes.append(block)
         for item in split.inputs:
             if not item.is_prefetched:
-                self._add_copies(item, split.backend_id)
+                self._add_copies(item, split.backend_id, block if item.copy.view_src is not None else -1)
         for item in split.next_weights:  # before this split's nodes: in memory that it does not use
             self._add_copies(item, split.backend_id)
         self._clone(split.numbers)
@@ -61,10 +65,10 @@ class _CopiedGraph(IndexedGraph):
         split.ordered = [i for i in split.ordered if i < n]
         split.order = [i for i in split.ordered if computes[i]]
 
-    def _add_copies(self, item: SplitInput, b: int) -> None:
-        """Append an input's copies, and let its readers read them."""
+    def _add_copies(self, item: SplitInput, b: int, block: int = -1) -> None:
+        """Append an input's copies (views of `block`, if given), and let its readers read them."""
         nodes, bases, (begins, ends), i = self._nodes, self.bases, self.spans, item.number
-        copies = [self._append(copy, b, flags=copy.flags) for copy in item.copies]
+        copies = [self._append(copy, b, block, flags=copy.flags) for copy in item.copies]
         (nodes if len(copies) == 1 else self._leafs).extend(copies)
         for reader in item.readers:
             for edge in range(begins[reader], ends[reader]):

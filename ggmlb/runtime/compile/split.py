@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ggmlb.core.enums import BufferUsage, Op, TensorFlag
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage, DeviceType, Op, TensorFlag
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.runtime.compile.assign import UNKNOWN, readable
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 MAX_SPLIT_INPUTS = 30
 """A split with this many inputs is closed before the next node that needs another (as in ggml)."""
+
+MAX_JOINED = 64 << 10
+"""Largest input that is uploaded together with others [bytes]; larger ones take an upload each."""
 
 
 class SplitInput:
@@ -96,6 +100,9 @@ class Split:
         ordered: The same in the backend's preferred order.
         order: The computed ones, in that order.
         inputs: The tensors copied to it first.
+        joined: Those of them that are in host memory and small: their copies are views of `block`, side by
+            side, so that one upload writes them all.
+        block: Their memory on the split's device; `None` if fewer than two inputs are joined.
         marks: The backend's annotations of the nodes (`Graph.marks`).
         next_weights: Inputs of the next split on the backend that are uploaded while this one computes.
         plans: The plan for each of the copies; `None` until first computed.
@@ -108,7 +115,9 @@ class Split:
         "after",
         "backend",
         "backend_id",
+        "block",
         "inputs",
+        "joined",
         "marks",
         "next_weights",
         "numbers",
@@ -128,6 +137,8 @@ class Split:
         self.ordered: list[int] = []
         self.order: list[int] = []
         self.inputs: list[SplitInput] = []
+        self.joined: list[SplitInput] = []
+        self.block: Tensor | None = None
         self.marks: dict[Tensor, object] = {}
         self.next_weights: list[SplitInput] = []
         self.plans: list[GraphPlan | None] = [None]
@@ -276,6 +287,7 @@ class _Splitter:
                 if self._is_weight(root):
                     item.is_constant = graph.ops[root] is Op.NONE and root not in graph.written
                     item.has_experts = item.is_constant and self._has_experts(item, split)
+            self._join(split)
         self._prefetch()
 
     def _prefetch(self) -> None:
@@ -293,6 +305,30 @@ class _Splitter:
                         item.is_prefetched = True
                         earlier.next_weights.append(item)
             before[split.backend_id] = split
+
+    def _join(self, split: Split) -> None:
+        """Place the copies of a split's small inputs from host memory in one block, for one upload."""
+        buft, device = self._rules.bufts[split.backend_id], split.backend.device
+        if not device.caps.async_ or buft.is_host or device.type is DeviceType.META:  # it shards each copy
+            return
+        joined = [item for item in split.inputs if item.nbytes <= MAX_JOINED and self._is_uploaded(item)]
+        if len(joined) < 2:
+            return
+        size, starts = 0, []
+        for item in joined:
+            starts.append(size)
+            size += -(-buft.alloc_size(item.copy) // buft.alignment) * buft.alignment
+        split.joined, split.block = joined, Tensor(DType.I8, (size, 1, 1, 1), name="inputs")
+        for item, start in zip(joined, starts, strict=True):
+            item.copy.view_src, item.copy.view_offs = split.block, start
+
+    def _is_uploaded(self, item: SplitInput) -> bool:
+        """Whether an input that is no constant is copied from host memory."""
+        if item.is_constant or len(item.copies) > 1:
+            return False
+        buffer, owner = self._graph.buffers[item.number], self._found.ids[item.number]
+        buft = self._rules.bufts[owner] if buffer is None else buffer.buft
+        return item.is_staged or buft.is_host
 
     def _wants_new_split(self, sources: Sequence[int], split: Split) -> bool:
         """Whether a node with these sources should begin a new split on the same backend.

@@ -3,8 +3,8 @@
 Work on one backend runs in queue order. A split's inputs from other memory are copied
 
 - from host memory: as bytes that do not change any more (a weight, or a snapshot), queued on the device
-  that reads them, without a wait; weights, where the device can, on a stream of their own, while the device
-  computes the split before (`Uploads`);
+  that reads them, without a wait: small ones together, by one snapshot and one transfer; weights, where the
+  device can, on a stream of their own, while the device computes the split before (`Uploads`);
 - from a device, with several copies: queued on the source, which waits on the device until the reader has
   finished with the same copy; the reader waits for the copy;
 - otherwise by `tensor_copy_async`, which is ordered after earlier and before later work on both sides.
@@ -153,8 +153,10 @@ class Executor:
         senders: dict[int, None] = {}
         if any([item.is_prefetched for item in split.inputs]):
             self._uploads[b].wait()
+        if split.block is not None:
+            self._upload(split.joined, split.block, split)
         for item in split.inputs:
-            if item.is_prefetched:
+            if item.is_prefetched or item.copy.view_src is not None:
                 continue
             owner, src = self._index[id(item.backend)], item.tensor
             buffer = src.buffer
@@ -162,7 +164,7 @@ class Executor:
             if experts.copy(item, split):
                 continue
             if buffer.is_host and self._is_async[b]:
-                self._upload(item, buffer, split, owner)
+                self._upload([item], item.copy, split)
             elif len(item.copies) > 1:
                 if self._send(item, b, owner, c, is_first=owner not in senders):
                     senders[owner] = None
@@ -182,16 +184,20 @@ class Executor:
             self._uploads[b] = Uploads(self._backends[b])
         return self._uploads[b]
 
-    def _upload(self, item: SplitInput, buffer: Buffer, split: Split, owner: int) -> None:
-        """Queue a copy from host memory, of a constant or of a snapshot."""
-        src = item.tensor
-        if self._is_async[owner] and not item.is_staged:  # it may still compute the source
-            item.backend.synchronize()
-        if item.is_constant:
-            data = buffer.base[src.offset : src.offset + src.nbytes]
+    def _upload(self, items: Sequence[SplitInput], to: Tensor, split: Split) -> None:
+        """Queue a copy of tensors in host memory (a constant, or snapshots) to the memory of their copies."""
+        sources: list[tuple[Tensor, int]] = []
+        for item in items:
+            owner = self._index[id(item.backend)]
+            if self._is_async[owner] and not item.is_staged:  # it may still compute the source
+                item.backend.synchronize()
+            sources.append((item.tensor, item.copy.view_offs))
+        src = items[0].tensor
+        if items[0].is_constant and src.buffer is not None:
+            data = src.buffer.base[src.offset : src.offset + src.nbytes]
         else:
-            data = self._staging[split.backend_id].snapshot(src)
-        split.backend.set_tensor_async(item.copy, data)
+            data = self._staging[split.backend_id].snapshot(sources, to.nbytes)
+        split.backend.set_tensor_async(to, data)
 
     def _send(self, item: SplitInput, b: int, owner: int, c: int, is_first: bool) -> bool:
         """Queue a copy on the device that has the tensor, after the reader's last use of the copy."""
@@ -297,17 +303,32 @@ class Staging:
         self._free: defaultdict[int, deque[Buffer]] = defaultdict(deque)
         self._nbytes = 0
 
-    def snapshot(self, src: Tensor) -> Bytes:
-        """Copy a tensor's bytes to pinned memory; return the array, whose memory is reused once deleted."""
-        size = max(LEAST_BLOCK, 1 << (src.nbytes - 1).bit_length())
-        buffer, block = src.buffer, self._take(size)
-        if block is None or buffer is None:
-            return src.get()
+    def snapshot(self, sources: Sequence[tuple[Tensor, int]], nbytes: int) -> Bytes:
+        """Copy tensors in host memory to a pinned block; its memory is reused once the result is deleted.
+
+        Args:
+            sources: The tensors, each with its start in the block [bytes].
+            nbytes: Size of the block; bytes between the tensors are undefined.
+        """
+        array = self._block(nbytes)
+        for src, start in sources:
+            buffer, stop = src.buffer, start + src.nbytes
+            assert buffer is not None
+            if observers:
+                buffer.get_tensor(src, out=array[start:stop])
+            else:
+                array[start:stop] = buffer.base[src.offset : src.offset + src.nbytes]
+        return array
+
+    def _block(self, nbytes: int) -> Bytes:
+        size = max(LEAST_BLOCK, 1 << (nbytes - 1).bit_length())
+        block = self._take(size)
+        if block is None:
+            return np.empty(nbytes, np.uint8)
         # A ctypes array as base: views of a NumPy array refer to its base, not to the array.
-        memory: Any = (ctypes.c_ubyte * src.nbytes).from_address(block.base.ctypes.data)
+        memory: Any = (ctypes.c_ubyte * nbytes).from_address(block.base.ctypes.data)
         weakref.finalize(memory, self._free[size].append, block).atexit = False
-        array: Bytes = np.frombuffer(memory, np.uint8)
-        return buffer.get_tensor(src, out=array)
+        return np.frombuffer(memory, np.uint8)
 
     def _take(self, size: int) -> Buffer | None:
         if self._memory is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -124,8 +125,12 @@ class Scheduler(Freeable):
         self._allocator = GraphAllocator(
             (*self._bufts, self._host_memory()), keep_inputs=True, separate=separate
         )
+        self._allocator.before_free = self.synchronize
         self._executor = Executor(self._backends, self._n_copies)
         rules = AssignRules(self._backends, self._bufts, op_offload, strict, separate)
+        pairs = itertools.combinations(range(self.n_backends), 2)
+        # Streams order the work of different graphs, unless backends use each other's memory or write ahead.
+        self._waits_between = self._n_copies > 1 or any(rules.shares(a, b) for a, b in pairs)
         self._cache = ExecutableCache(rules, self._n_copies, keep_graphs)
         self._graph: Graph | None = None
         self._executable: Executable | None = None
@@ -355,8 +360,8 @@ class Scheduler(Freeable):
         """Split a graph and place its tensors; afterwards its inputs can be set, and it can be computed.
 
         Tensors of the graph allocated before lose their place, and their data; read results before, or
-        queue the reading with `Backend.get_tensor_async`. If the graph equals the one before, it does not
-        wait.
+        queue the reading with `Backend.get_tensor_async`. It waits for queued work only where memory must
+        grow, or several backends share memory.
 
         Raises:
             AllocationError: A device lacks room; nothing is placed, and the scheduler stays usable.
@@ -371,7 +376,8 @@ class Scheduler(Freeable):
             self.split_graph(graph)
             executable = self._need_executable()
         if executable is not self._in_memory or executable.stamp != self._allocator.n_reallocs:
-            self.synchronize()  # queued work may still use the memory
+            if self._waits_between or not self._allocator.keeps_places():
+                self.synchronize()  # queued work may still use the memory
             self._in_memory = None
             try:
                 executable.allocate(self._allocator)
