@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
-from ggmlb.backends.cuda.backend import MAX_HELD, CudaBackend
+from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.device import CudaDevice
+from ggmlb.backends.cuda.stream import MAX_HELD
 from ggmlb.backends.gpu.buffer import PinnedBuffer
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError, BackendError
@@ -73,7 +74,7 @@ def test_many_async_transfers_keep_few_arrays(stream: CudaBackend) -> None:
             stream.stream.synchronize()
     assert len(stream._held) < 3 * MAX_HELD
     stream.synchronize()
-    assert not stream._held
+    assert not len(stream._held)
     assert t.to_numpy()[0] == 5 * MAX_HELD - 1
 
 
@@ -87,7 +88,7 @@ def test_arrays_of_many_pending_transfers_are_all_kept(stream: CudaBackend) -> N
         stream.set_tensor_async(t, data)
         del data
     gc.collect()
-    first = stream._held[0][0]
+    first = stream._held._events[0][0]
     assert is_reached(stream.device, first) or all(array() is not None for array in alive)
     stream.synchronize()
 

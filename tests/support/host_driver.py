@@ -200,7 +200,8 @@ class HostDriver:
 
     def free(self, address: int) -> None:
         for op in (op for stream in self.streams.values() for op in stream.queue):
-            is_used = any(self.find(a).address == address for a in op.addresses)
+            there = (a for a in op.addresses if not self._mapped(a))
+            is_used = any(self.find(a).address == address for a in there)
             assert not is_used, f"memory freed while {op.name} is queued with it"
         gone = self._allocations.pop(address)
         gone.array[...] = POISON
@@ -217,6 +218,17 @@ class HostDriver:
             if address < found.address + found.array.size:
                 return found
         raise HostError(f"an illegal memory access at {address:#x}", 700)
+
+    def _own(self, name: str, address: int, device: int) -> tuple[int, int]:
+        """The memory that a kernel accesses, where it begins and ends: it must be of the kernel's device."""
+        found = self.find(address)
+        if found.device != device:
+            raise HostError(f"{name} touched memory of device {found.device}", 700)
+        return found.address, found.address + found.array.size
+
+    def _mapped(self, address: int) -> tuple[int, int] | None:
+        """The page-locked host memory that an address is in, which all devices access in place."""
+        return next(((a, b) for a, b in self._locked.items() if a <= address < b), None)
 
     def device_of(self, address: int) -> int:
         return self.find(address).device
@@ -382,10 +394,7 @@ class HostDriver:
         name, pointers = launch.kernel.name, operands(launch.kernel, block)
 
         def run() -> None:
-            found = [self.find(address) for address in pointers]
-            for other in (a.device for a in found if a.device != device):
-                raise HostError(f"{name} touched memory of device {other}", 700)
-            memory = [(a.address, a.address + a.array.size) for a in found]
+            memory = [self._mapped(address) or self._own(name, address, device) for address in pointers]
             built = build(launch.kernel, launch.defines, launch.wg, Compiler(self._capability))
             groups = grid(launch, lambda: 2 * self.resident(launch.wg, built.shared + launch.shared))
             built.run(block, groups, memory, BACKWARD, launch.shared)

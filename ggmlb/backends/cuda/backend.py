@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.cuda.buffer import can_pitch, queue_copy
+from ggmlb.backends.cuda.buffer import MappedBuffer, can_pitch, queue_copy
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import CopyKind, cuda_errors, guard
 from ggmlb.backends.cuda.kernels import RULES
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from ggmlb.core.tensor import Tensor
     from ggmlb.interface import Backend, Buffer, Event, GraphPlan
     from ggmlb.interface.data import Bytes, Pieces
-
-MAX_HELD = 64
-"""Number of host arrays held for transfers at which those of finished transfers are dropped."""
 
 STAGED_NBYTES = 64 << 10
 """Largest write of pageable memory that CUDA stages at once [bytes]; others may wait for the stream."""
@@ -60,7 +57,6 @@ class CudaBackend(GpuBackend):
         # dropped with work in its stream.
         self._remains = DeferredRelease(self._driver, self.stream, self.idle_graphs)
         self._held = self._remains.held
-        self._n_held = 0
         give_back = device.memory_pool.give_back
         self._leave = weakref.finalize(self, give_back, self._remains.close, (self.stream,))
         self._leave.atexit = False
@@ -118,16 +114,18 @@ class CudaBackend(GpuBackend):
         buffer = cast("CudaBuffer | None", self._own(tensor))
         if buffer is None or not can_pitch(where):
             return False
-        what, kind = f"{call} on {tensor.describe()}", CopyKind.TO_DEVICE if is_write else CopyKind.TO_HOST
-        with cuda_errors(self._driver, what), self.device.on(), self._timed(tensor):
+        kind = CopyKind.TO_DEVICE if is_write else CopyKind.TO_HOST
+        with cuda_errors(self._driver, call, tensor=tensor), self.device.on(), self._timed(tensor):
             is_staged = is_write and host.size <= STAGED_NBYTES
             if not is_staged and not self._driver.is_pinned(host):
+                what = f"{call} on {tensor.describe()}"
                 after = [self.stream] if is_write else list(buffer.streams)
                 buffer.copy(what, kind, tensor.offset, host, where, after)
                 return True
             with self.stream.lock:
                 buffer.queue(kind, tensor.offset, host, where, self.stream.handle)
-                self._hold(buffer, host)
+                buffer.streams.add(self.stream)
+                self._held.add(host)
         return True
 
     def _queue_copy(self, src: Tensor, dst: Tensor, after: Backend | None) -> None:
@@ -144,25 +142,6 @@ class CudaBackend(GpuBackend):
             target.streams.add(self.stream)
             if other is not None:
                 other.wait_for([self.stream])
-
-    def _hold(self, buffer: CudaBuffer, array: npt.NDArray[Any]) -> None:
-        """Keep a host array until the work queued so far is done; requires the stream's lock."""
-        buffer.streams.add(self.stream)
-        self._held.append((self.stream.mark(), array))
-        self._n_held += 1
-        if len(self._held) > MAX_HELD:
-            self._drop_held()
-
-    def _drop_held(self, until: int = 0) -> None:
-        """Drop arrays of finished transfers: the first `until` ever held, and others with finished events."""
-        with self.stream.lock:
-            n, first = 0, self._n_held - len(self._held)
-            for event, _ in self._held:  # in the order of the stream
-                if first + n >= until and not self._driver.event_done(event):
-                    break
-                self.stream.unmark(event)
-                n += 1
-            del self._held[:n]
 
     # -- timing --------------------------------------------------------------------------------
 
@@ -198,21 +177,25 @@ class CudaBackend(GpuBackend):
         with cuda_errors(self._driver, what), self.device.on(), self.stream.lock:
             self._driver.stream_wait(self.stream.handle, event.handle)
 
+    def new_record(self, nbytes: int) -> MappedBuffer:
+        """Return zeroed page-locked host memory, which kernels write and the host reads in place."""
+        with cuda_errors(self._driver, f"allocate page-locked memory for {self.name}"):
+            return MappedBuffer(self.device.buffer_type, self._driver.pinned(nbytes))
+
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
-        """Wait for queued work, then copy the buffer to `words`: if the copy waited, it would hold a lock."""
+        """Wait for queued work, which includes the kernels' writes to the record, then copy it to `words`."""
         self.finish()
-        what = f"read the index record of {self.name}"
-        cast("CudaBuffer", buffer).copy(what, CopyKind.TO_HOST, 0, words)
+        words[:] = cast("MappedBuffer", buffer).memory.view(np.int64)
 
     def finish(self) -> None:
         """Wait for all queued work, and release the memory that was kept for it."""
         guard.enter(f"synchronize {self.name}")
         try:
-            n = self._n_held  # others may queue more before the wait ends
+            n = self._held.n_held  # others may queue more before the wait ends
             self.stream.synchronize()
             self._last_plan = None
-            with self.device.on():
-                self._drop_held(until=n)
+            with self.stream.lock:
+                self._held.drop(n)
             self.device.memory_pool.sweep_if_idle()
         except self._driver.errors as error:
             raise BackendError(self._late(error)) from None

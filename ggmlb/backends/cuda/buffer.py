@@ -190,6 +190,22 @@ class CudaBuffer(GpuBuffer):
         self._memory = None
 
 
+class MappedBuffer(CudaBuffer):
+    """Page-locked host memory that kernels access in place: its address is the same on host and device.
+
+    Attributes:
+        memory: The memory, set to 0.
+    """
+
+    def __init__(self, buft: CudaBufferType, memory: Bytes) -> None:
+        super().__init__(buft, address_of(memory), memory.size, owner=memory)
+        self.memory = memory
+        self._clear(0)
+
+    def _clear(self, value: int) -> None:
+        self.memory[:] = value
+
+
 class PeerAccess:
     """Peer-to-peer copies between cards with GGMLB_CUDA_P2P=1; without, CUDA copies through the host.
 

@@ -19,7 +19,7 @@ from ggmlb.backends.gpu.device import GpuDevice
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import BackendError, BackendUnavailable, readable_size
 from ggmlb.core.tensor import Tensor, spanned_bytes
-from ggmlb.interface import Backend, Buffer, BufferType, Caps
+from ggmlb.interface import Backend, Buffer, Caps
 from ggmlb.interface.data import host_bytes
 from ggmlb.system import env
 
@@ -155,7 +155,7 @@ class CudaDevice(GpuDevice):
         return CudaBackend(self)
 
     @property
-    def buffer_type(self) -> BufferType:
+    def buffer_type(self) -> CudaBufferType:
         """The card's memory."""
         return self._buffer_type
 

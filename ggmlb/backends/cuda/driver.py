@@ -9,8 +9,8 @@ and exit order. Each is released only by a call here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ggmlb.backends.gpu import Defines, Kernel, Launch, source
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BufferType
 from ggmlb.interface.data import Bytes
 from ggmlb.system.process import LibraryGuard
@@ -242,8 +243,7 @@ class Driver(Protocol):
         """Release an executable graph; a queued run still finishes."""
 
 
-@contextmanager
-def cuda_errors(driver: Driver, call: str, buft: BufferType | None = None, nbytes: int = 0) -> Iterator[None]:
+class cuda_errors:
     """Context manager that turns CUDA's errors in `call` into BackendError or, given `buft`, AllocationError.
 
     Args:
@@ -251,16 +251,32 @@ def cuda_errors(driver: Driver, call: str, buft: BufferType | None = None, nbyte
         call: The operation, for the message.
         buft: The buffer type of the allocation.
         nbytes: The requested bytes.
+        tensor: The tensor that the operation is on; described in the message, which is made only if needed.
     """
-    guard.enter(call)
-    try:
-        yield
-    except driver.errors as error:
-        if buft is not None and driver.is_out_of_memory(error):
-            raise buft.out_of_memory(nbytes, str(error)) from None
-        raise BackendError(f"{call}: {error}") from None
-    finally:
+
+    __slots__ = ("_buft", "_call", "_driver", "_nbytes", "_tensor")
+
+    def __init__(
+        self,
+        driver: Driver,
+        call: str,
+        buft: BufferType | None = None,
+        nbytes: int = 0,
+        tensor: Tensor | None = None,
+    ) -> None:
+        self._driver, self._call, self._buft, self._nbytes, self._tensor = driver, call, buft, nbytes, tensor
+
+    def __enter__(self) -> None:
+        guard.enter(self._call)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         guard.leave()
+        if error is None or not isinstance(error, self._driver.errors):
+            return
+        if self._buft is not None and self._driver.is_out_of_memory(error):
+            raise self._buft.out_of_memory(self._nbytes, str(error)) from None
+        on = "" if self._tensor is None else f" on {self._tensor.describe()}"
+        raise BackendError(f"{self._call}{on}: {error}") from None
 
 
 def address_of(array: npt.NDArray[Any]) -> int:

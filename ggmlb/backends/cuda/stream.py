@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Release: TypeAlias = Callable[[], object]
 """Releases a resource that no queued work uses."""
 
+MAX_HELD = 64
+"""Number of host arrays held for transfers at which those of finished transfers are dropped."""
+
 N_LOOKS = 5
 """Number of clock comparisons, of which the fastest is used."""
 
@@ -127,11 +130,45 @@ class CudaEvent(Event):
             device.driver.event_free(self.handle)
 
 
+class HeldArrays:
+    """Host arrays of a stream's queued transfers, kept until these are done.
+
+    A wait for the stream ends the use of all earlier arrays. An event is recorded only once in `MAX_HELD`
+    transfers, to drop arrays without a wait.
+    """
+
+    def __init__(self, driver: Driver, stream: Stream) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._arrays: deque[npt.NDArray[Any]] = deque()
+        self._events: deque[tuple[int, int]] = deque()  # each with the number of arrays held before it
+        self.n_held = 0
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def add(self, array: npt.NDArray[Any]) -> None:
+        """Keep the array of the transfer queued last; requires the stream's lock."""
+        self._arrays.append(array)
+        self.n_held += 1
+        if self.n_held % MAX_HELD == 0:
+            self._events.append((self._stream.mark(), self.n_held))
+            while self._events and self._driver.event_done(self._events[0][0]):
+                self.drop(self._events[0][1])
+
+    def drop(self, until: int) -> None:
+        """Drop the first `until` arrays ever held, whose transfers are done; requires the stream's lock."""
+        while self.n_held - len(self._arrays) < until:
+            self._arrays.popleft()
+        while self._events and self._events[0][1] <= until:
+            self._stream.unmark(self._events.popleft()[0])
+
+
 class DeferredRelease:
     """Resources of a stream, released when its work is done.
 
     Attributes:
-        held: Host arrays of transfers, each with an event recorded after its transfer.
+        held: Host arrays of transfers.
         blas: A cuBLAS handle, and its workspace.
     """
 
@@ -139,14 +176,12 @@ class DeferredRelease:
         self._driver = driver
         self._stream = stream
         self._idle_graphs = idle_graphs
-        self.held: list[tuple[int, npt.NDArray[Any]]] = []
+        self.held = HeldArrays(driver, stream)
         self.blas: tuple[CuBlas, CudaBuffer] | None = None
 
     def close(self) -> None:
         """Release all resources; the work must be done."""
-        for event, _ in self.held:
-            self._stream.unmark(event)
-        self.held.clear()
+        self.held.drop(self.held.n_held)
         self._idle_graphs.close()
         blas, self.blas = self.blas, None
         if blas is not None:

@@ -55,9 +55,7 @@ class BadIndices:
             self.finish(stream)
         record = self._record
         if record is None:
-            record = stream.alloc_buffer(8 * N_WORDS)
-            record.clear(0)
-            self._record = record
+            self._record = record = stream.new_record(8 * N_WORDS)
         numbers = [next(self._numbers) for _ in steps]
         self._nodes.update(zip(numbers, [(step.node.describe(), step.n) for step in steps], strict=True))
         weakref.finalize(plan, self._dropped.append, numbers).atexit = False

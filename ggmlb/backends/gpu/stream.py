@@ -125,6 +125,12 @@ class GpuBackend(Backend):
     def finish(self) -> None:
         """Wait for all queued work."""
 
+    def new_record(self, nbytes: int) -> Buffer:
+        """Return zeroed memory that kernels write and `finish_and_read` reads."""
+        record = self.alloc_buffer(nbytes)
+        record.clear(0)
+        return record
+
     @abstractmethod
     def finish_and_read(self, buffer: Buffer, words: npt.NDArray[np.int64]) -> None:
         """Wait for all queued work, then copy a buffer to `words`, an array in host memory."""
