@@ -251,23 +251,26 @@ def test_values_of_bf16_beyond_the_range_of_f16() -> None:
     assert steps[0].kernel.name == "flash_mma"
 
 
-@pytest.mark.parametrize(("n_q", "heads"), [(150, 1), (3, 4)])
-def test_tiles_that_nobody_sees_are_passed_over(n_q: int, heads: int) -> None:
-    """A causal mask."""
+@pytest.mark.parametrize(
+    ("n_q", "heads", "n_kv", "words"),
+    [(150, 1, 300, 2), (3, 4, 300, 2), (70, 2, 1600, 3), (3, 4, 2048, 3), (20, 1, 1301, 1)],
+)
+def test_tiles_that_nobody_sees_are_passed_over(n_q: int, heads: int, n_kv: int, words: int) -> None:
+    """A causal mask, over more keys than there are: the last are hidden from all queries."""
     ctx = Context()
     q, k, v = (
         ctx.new_tensor(DType.F32, (64, n_q, heads)),
-        *(ctx.new_tensor(DType.F16, (64, 300)) for _ in "kv"),
+        *(ctx.new_tensor(DType.F16, (64, n_kv)) for _ in "kv"),
     )
-    mask = ctx.new_tensor(DType.F16, (300, n_q))
+    mask = ctx.new_tensor(DType.F16, (n_kv, n_q))
     y = ctx.flash_attn_ext(q, k, v, mask, 0.125)
 
     def hide() -> None:
-        seen = np.arange(300) <= np.arange(n_q)[:, None] + 40
+        seen = np.arange(n_kv) <= np.arange(n_q)[:, None] + 40
         mask.set_array(np.where(seen, 0.0, -np.inf))
 
     steps = beside_cpu(y, ctx, hide)
-    assert dict(steps[0].defines)["MASK"] == "2"  # type: ignore[union-attr]
+    assert dict(steps[0].defines)["MASK"] == str(words)  # type: ignore[union-attr]
 
 
 def test_keys_are_dealt_out_to_groups() -> None:

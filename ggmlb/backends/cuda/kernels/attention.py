@@ -76,7 +76,7 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
         "K_ASYNC": int(_in_vectors(k)), "V_ASYNC": int(_in_vectors(v)),
         "K_TILE": _tile(k), "V_TILE": _tile(v),
     }  # fmt: skip
-    extra = {"MASK": 1 + _in_pairs(mask)} if mask is not None else {}
+    extra = {"MASK": _mask_words(mask)} if mask is not None else {}
     if node.params["logit_softcap"]:
         extra["SOFTCAP"] = 1
     sink_flag: dict[str, str | int] = {"SINKS": 1} if sinks is not None else {}
@@ -103,9 +103,10 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     return steps
 
 
-def _in_pairs(mask: Tensor) -> bool:
-    """Whether rows of f16 consist of aligned 4-byte words."""
-    return mask.ne[0] % 2 == 0 and not any(x % 4 for x in (mask.offset, *mask.nb[1:]))
+def _mask_words(mask: Tensor) -> int:
+    """Return 3 if rows of f16 consist of aligned 16-byte vectors, 2 for 4-byte words, else 1."""
+    starts = (2 * mask.ne[0], mask.offset, *mask.nb[1:])
+    return next((n for n, size in ((3, 16), (2, 4)) if not any(x % size for x in starts)), 1)
 
 
 def _in_vectors(t: Tensor) -> bool:
