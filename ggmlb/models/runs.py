@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, Graph, Scheduler, Tensor
+from ggmlb import Backend, Buffer, DeviceType, Graph, Scheduler, Tensor
 
 MOST = 64
 """Limit of cached graphs; beyond it, the least recently used is dropped."""
@@ -19,6 +20,22 @@ class HasGraph(Protocol):
     """A graph with its inputs and outputs as attributes."""
 
     graph: Graph
+
+
+class Reading(NamedTuple):
+    """How a result is read: queued on a backend, or in place.
+
+    Attributes:
+        place: Buffer and offset of the tensor.
+        backend: The backend that copies it; `None` if it is in host memory.
+        data: The host memory, as flat bytes.
+        values: The same, as a flat array of the tensor's type.
+    """
+
+    place: tuple[Buffer | None, int]
+    backend: Backend | None
+    data: npt.NDArray[np.uint8]
+    values: npt.NDArray[Any]
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -44,6 +61,15 @@ class Runs(Generic[Key, Built]):
         self.scheduler = Scheduler(backends, parallel=parallel, keep_graphs=True)
         self.last: Built | None = None
         self._built: OrderedDict[Key, Built] = OrderedDict()
+        apart = [b.device for b in backends if b.device.type is DeviceType.GPU and b.device.caps.host_buffer]
+        self._pinned = apart[0].host_buffer_type if apart else None
+        self._results: Buffer | None = None
+        self._readings: weakref.WeakKeyDictionary[Tensor, Reading] = weakref.WeakKeyDictionary()
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The compute buffers, and the page-locked memory of results."""
+        return [*self.scheduler.buffers, *([] if self._results is None else [self._results])]
 
     def __len__(self) -> int:
         return len(self._built)
@@ -56,8 +82,12 @@ class Runs(Generic[Key, Built]):
         """The cached graphs."""
         return list(self._built.values())
 
-    def reserve(self, largest: Iterable[Built]) -> None:
+    def reserve(self, largest: Iterable[Built], nbytes: int = 0) -> None:
         """Allocate compute memory for these largest graphs, so that smaller ones need no more.
+
+        Args:
+            largest: The graphs.
+            nbytes: Size of the largest result that is read [bytes].
 
         Raises:
             AllocationError: A device lacks room.
@@ -65,6 +95,12 @@ class Runs(Generic[Key, Built]):
         """
         for built in largest:
             self.scheduler.reserve(built.graph)
+        self._reserve_result(nbytes)
+
+    def _reserve_result(self, nbytes: int) -> None:
+        """Allocate page-locked memory for results of `nbytes`, if a device apart from the host has it."""
+        if self._pinned is not None and (self._results is None or self._results.size < nbytes):
+            self._results = self._pinned.alloc_buffer(nbytes)
 
     def get(self, key: Key, build: Callable[[], Built]) -> Built:
         """Return the graph of `key`, cached or made by `build`, allocated and ready for its inputs.
@@ -111,9 +147,37 @@ class Runs(Generic[Key, Built]):
         """Wait for the queued computations."""
         self.scheduler.synchronize()
 
+    def read(self, result: Tensor) -> npt.NDArray[Any]:
+        """Wait for the queued computations; return a result of the last as a flat array.
+
+        Its copy to the host is queued behind them, so that there is one wait. The next `read` or computation
+        may overwrite the array.
+        """
+        found = self._readings.get(result)
+        if found is None or found.place != (result.buffer, result.offset):
+            found = self._readings[result] = self._reading(result)
+        if found.backend is not None:
+            found.backend.get_tensor_async(result, found.data)
+        self.wait()
+        return found.values
+
+    def _reading(self, result: Tensor) -> Reading:
+        buffer, place = result.buffer, (result.buffer, result.offset)
+        if buffer is not None and buffer.is_host:
+            values = np.asarray(result).reshape(-1)
+            return Reading(place, None, values.view(np.uint8), values)
+        self._reserve_result(result.nbytes)
+        memory = np.empty(result.nbytes, np.uint8) if self._results is None else self._results.base
+        data = memory[: result.nbytes]
+        return Reading(place, self.scheduler.get_tensor_backend(result), data, data.view(result.dtype.numpy))
+
     def free(self) -> None:
         """Free the compute memory of all graphs."""
         self.last = None
         self._built.clear()
+        self._readings.clear()
+        if self._results is not None and not self._results.is_freed:
+            self._results.free()
+        self._results = None
         if not self.scheduler.is_freed:
             self.scheduler.free()

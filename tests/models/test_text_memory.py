@@ -11,7 +11,7 @@ import pytest
 import ggmlb
 from ggmlb.models import Placement, TextModel
 from ggmlb.models.text.decoder import N_OUT, SIZES, Decoder
-from ggmlb.models.text.graph import RecurrentGraph, TextGraph
+from ggmlb.models.text.graph import RecurrentGraph
 from tests.support.text_models import KINDS, has_experts
 
 DEVICES = [d.name for d in ggmlb.devices()]
@@ -81,7 +81,7 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
         parts = decoder._config, decoder._weights, decoder._memory  # type: ignore[attr-defined]
         if isinstance(decoder, Decoder):
             graphs = (
-                TextGraph(*parts, n, n_out, n_kv, None, decoder.changes)
+                decoder._new_graph(n, n_out, n_kv)
                 for n in SIZES
                 if n <= SPLITS[split].get("n_ubatch", 512)
                 for n_out in {1, min(n, 16), min(n, N_OUT)}

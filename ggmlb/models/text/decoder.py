@@ -10,7 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, Buffer, Device, Scheduler, Tensor
+from ggmlb import Backend, Buffer, Context, Device, DeviceType, DType, Graph, Op, Scheduler, Tensor
+from ggmlb.core.errors import BackendError
 from ggmlb.models.rates import Rates
 from ggmlb.models.runs import Runs
 from ggmlb.models.text.attention import AttentionGraph
@@ -18,7 +19,7 @@ from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost, TokenCosts
 from ggmlb.models.text.experts import ExpertCache
-from ggmlb.models.text.graph import TextGraph
+from ggmlb.models.text.graph import TextGraph, computed_mask
 from ggmlb.models.text.kv_cache import FREE, KvCache, SequenceCache
 from ggmlb.models.text.step import LensGraph, StepGraph
 
@@ -39,6 +40,18 @@ LEAST_PART = 96
 
 MOST_WASTE = 1.2
 """Ratio of padded to real tokens above which a batch is split."""
+
+CELLS = 256
+"""Graphs read a multiple of this number of KV cells; kernels skip masked ones."""
+
+LEADING_BITS, LEAST_CELLS = 3, 4096
+"""Cells that graphs read where a GPU computes, so that there are few graphs.
+
+Those of few tokens: `CELLS` times a number of this many leading bits; others: a power of 2, at least this.
+"""
+
+MAX_QUEUED = 16
+"""Number of queued batches without outputs at which the host waits: each holds uploads in host memory."""
 
 ATTENTION = "attn_weights"
 """The name of attention weights in a layer."""
@@ -109,8 +122,8 @@ class BaseDecoder(ABC, Generic[Cache]):
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The compute buffers of the graphs."""
-        return self._runs.scheduler.buffers
+        """The compute buffers of the graphs, and host memory for their results."""
+        return self._runs.buffers
 
     def reserve(self) -> None:
         """Allocate compute memory for the largest batches, so that no later batch allocates any.
@@ -118,7 +131,8 @@ class BaseDecoder(ABC, Generic[Cache]):
         Raises:
             AllocationError: A device lacks room.
         """
-        self._runs.reserve(self._largest())
+        c = self._config
+        self._runs.reserve(self._largest(), 4 * N_OUT * max(c.n_vocab, c.n_embd))
 
     def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
         """Compute a batch, cache it, return logits; with `is_view`, the next batch may overwrite them.
@@ -222,8 +236,7 @@ class BaseDecoder(ABC, Generic[Cache]):
             graph.states.set(part)
             graph.set_changes(self.changes, np.zeros(0, np.int32))
             self._runs.start(graph)
-            self._runs.wait()
-            rows[:] = graph.logits.to_numpy().reshape(N_OUT, -1)[: len(rows)]
+            rows[:] = self._runs.read(graph.logits).reshape(N_OUT, -1)[: len(rows)]
         return found
 
     def free(self) -> None:
@@ -254,11 +267,20 @@ class Decoder(BaseDecoder[KvCache]):
         self._experts = experts
         self._kv_moved = kv_moved or {}
         self._windows = config.windows
+        homes = {tensor.placed("attend").buft for tensor in memory.keys.values()}
+        apart = [b for b in backends if b.default_buffer_type in homes and not b.default_buffer_type.is_host]
+        self._computes_masks = {b.default_buffer_type: b for b in apart if _computes_mask(b, memory.n_cells)}
+        self._is_coarse = any(b.device.type is DeviceType.GPU for b in apart)
+        self._queued: list[npt.NDArray[np.int64]] = []  # the cells of batches that may not be done
+        self._lost: set[int] = set()
+        memory.before_access = self.wait
 
     def _largest(self) -> Iterator[TextGraph]:
         for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH)):
             for n_out in {min(n, N_OUT), max(1, min(n - 1, N_OUT))}:  # of some tokens, or of all
-                yield self._new_graph(n, n_out, self._memory.n_cells)
+                # Gaps beside a small mask may be worse used than those beside a large one.
+                for n_kv in {self._memory.n_cells, min(self._least_cells(n), self._memory.n_cells)}:
+                    yield self._new_graph(n, n_out, n_kv)
 
     def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
         """Compute a batch and return its logits; a single token with `is_view` takes a faster path."""
@@ -269,30 +291,44 @@ class Decoder(BaseDecoder[KvCache]):
     def _next(self, token: Token) -> Floats:
         """Compute one token, as most steps do; return its logits, which the next batch overwrites."""
         memory = self._memory
+        if self._lost:
+            self._check_lost([token])
         cell = memory.take(token.sequence, token.position)
         try:
-            sizes = 1, 1, self._n_kv()
+            sizes = 1, 1, self._n_kv(1)
             graph: TextGraph = self._runs.get((*sizes, self.changes.key), lambda: self._new_graph(*sizes))
             rows = [memory.row(token.sequence, token.position, window) for window in self._windows]
             masks = [row[: 2 * sizes[2]] for row in rows]
             graph.set_token(token.id, token.position, cell, masks)
             self._start(graph, [token.position], 1, {})
-            self._runs.wait()
+            logits = self._runs.read(graph.logits).reshape(1, -1)
         except BaseException:
-            memory.release(np.array([cell]))
+            self._fail(np.array([cell]))
             raise
-        return graph.flat_view(graph.logits).reshape(1, -1)
+        self._queued.clear()
+        return logits
 
     def _compute(self, batch: Sequence[Token], output: str, traced: Traced) -> Floats:
+        """As `BaseDecoder._compute`; without outputs, the batch is only queued.
+
+        Then the host prepares the next batch while the devices compute; errors are raised by a later call.
+        """
         memory = self._memory
+        if self._lost:
+            self._check_lost(batch)
         ids, sequences, positions = np.array([token[:3] for token in batch], np.int32).reshape(-1, 3).T
+        order = np.argsort(sequences, kind="stable")
+        if np.count_nonzero(np.diff(sequences)) > np.count_nonzero(np.diff(sequences[order])):
+            wanted = [i for i in order.tolist() if batch[i].wants_logits]
+            rows = self._compute([batch[i] for i in order], output, traced)
+            return rows[np.argsort(wanted)]
         cells = memory.find_cells(len(batch))
         memory.occupy(cells, sequences, positions)
-        n_kv = self._n_kv()
+        n_kv = self._n_kv(len(batch))
         found = [
             np.empty((0, self._config.n_vocab if output == "logits" else self._config.n_embd), np.float32)
         ]
-        start = 0
+        start, chosen = 0, list[int]()
         try:
             while start < len(batch):
                 end = start + self._part(len(batch) - start)
@@ -301,20 +337,63 @@ class Decoder(BaseDecoder[KvCache]):
                 graph = self._graph(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
                 padded = _filled(positions[part], graph.ids.ne[0])
                 self._start(graph, padded, end - start, traced)
-                if chosen or not self._n_ubatch:
-                    self._runs.wait()
                 if chosen:
-                    rows = graph.flat_view(getattr(graph, output)).reshape(-1, found[0].shape[1])
+                    rows = self._runs.read(getattr(graph, output)).reshape(-1, found[0].shape[1])
                     found.append(rows[: len(chosen)].copy())
+                    self._queued.clear()
                 start = end
+            if not chosen:
+                self._queued.append(cells)
+            if len(self._queued) > MAX_QUEUED:
+                self.wait()
         except BaseException:  # keys and values may be those of some layers only
-            memory.release(cells)
+            self._fail(cells)
             raise
         return found[1] if len(found) == 2 else np.concatenate(found)
 
+    def wait(self) -> None:
+        """Wait for the queued batches."""
+        self._runs.wait()
+        self._queued.clear()
+
+    def _fail(self, cells: npt.NDArray[np.int64]) -> None:
+        """Free the cells of a failed batch, and of those queued before it, whose sequences are then lost."""
+        queued = np.concatenate([np.zeros(0, np.int64), *self._queued])
+        self._queued.clear()
+        self._lost.update(self._memory.sequence[queued].tolist())
+        self._memory.release(np.concatenate([queued, cells]))
+
+    def _check_lost(self, batch: Sequence[Token]) -> None:
+        """Raise if a sequence continues after tokens that were lost with a failed batch.
+
+        Raises:
+            BackendError: Some of its tokens must be computed again.
+        """
+        for token in batch:
+            if token.sequence in self._lost:
+                self._lost.remove(token.sequence)
+                n = int(np.count_nonzero(self._memory.sequence == token.sequence))
+                if n != token.position:
+                    raise BackendError(
+                        f"sequence {token.sequence} continues at position {token.position}, but only {n} of "
+                        "its tokens are in the KV cache, because an earlier batch failed; start it again"
+                    )
+
     def _new_graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
         sizes = (n_tokens, n_out, n_kv)
-        graph = TextGraph(self._config, self._weights, self._memory, *sizes, self._experts, self.changes)
+        graph = TextGraph(
+            self._config,
+            self._weights,
+            self._memory,
+            *sizes,
+            self._experts,
+            self.changes,
+            self._computes_masks,
+        )
+        for (_, memory), node in graph.computed.items():
+            while node.op is not Op.NONE:  # up to the inputs
+                self._runs.scheduler.set_tensor_backend(node, self._computes_masks[memory])
+                node = node.operand(0)
         for layer, home in self._kv_moved.items():
             if layer in graph.layers:
                 heads = graph.named[f"blk.{layer}.attn_heads"].tensor
@@ -347,13 +426,8 @@ class Decoder(BaseDecoder[KvCache]):
             cells = np.concatenate([cells, memory.n_cells + np.arange(n_tokens - n)])
         sizes = (n_tokens, n_out, n_kv)
         graph: TextGraph = self._runs.get((*sizes, self.changes.key), lambda: self._new_graph(*sizes))
-        graph.set_inputs(
-            _filled(ids, n_tokens),
-            filled[1],
-            cells,
-            self._masks(*filled, n_kv),
-            _filled(np.array(chosen, np.int32), n_out),
-        )
+        outputs = _filled(np.array(chosen, np.int32), n_out)
+        graph.set_inputs(_filled(ids, n_tokens), *filled, cells, outputs)
         return graph
 
     def names(self) -> list[str]:
@@ -399,11 +473,22 @@ class Decoder(BaseDecoder[KvCache]):
         )
         graph.set_inputs(queries, masks)
         self._runs.start(graph)
-        self._runs.wait()
-        return {layer: y.to_numpy().reshape(-1, n, n_kv)[..., cells] for layer, y in graph.weights.items()}
+        read = self._runs.read
+        return {layer: read(y).reshape(-1, n, n_kv)[..., cells] for layer, y in graph.weights.items()}
 
-    def _n_kv(self) -> int:
-        return min(_padded_cells(self._memory.n_used), self._memory.n_cells)
+    def _n_kv(self, n_tokens: int = 0) -> int:
+        """Return how many cells a graph of `n_tokens` reads; few different numbers where a GPU computes."""
+        n = -(-max(self._memory.n_used, 1) // CELLS)
+        if n_tokens and self._is_coarse:
+            n_bits = (n - 1).bit_length()
+            step = 1 << max(n_bits - LEADING_BITS, 0)
+            few = -(-n // step) * step
+            n = few if n_tokens <= N_OUT else max(1 << n_bits, self._least_cells(n_tokens) // CELLS)
+        return min(n * CELLS, self._memory.n_cells)
+
+    def _least_cells(self, n_tokens: int) -> int:
+        """Return the least number of cells that a graph of `n_tokens` reads, of a large cache."""
+        return LEAST_CELLS if n_tokens > N_OUT and self._is_coarse else CELLS
 
     def _masks(
         self, sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], n_kv: int
@@ -443,6 +528,9 @@ def _part(n: int) -> int:
     return SIZES[bisect_left(SIZES, n) - 1]
 
 
-def _padded_cells(n: int) -> int:
-    """Return the number of cells that a graph reads when `n` are in use; kernels skip masked ones."""
-    return -(-n // 256) * 256
+def _computes_mask(backend: Backend, n_kv: int) -> bool:
+    """Whether a backend computes all nodes of a mask over `n_kv` cells (`computed_mask`)."""
+    ctx = Context()
+    operands = (ctx.new_tensor(DType.F16, ne) for ne in ((n_kv,), (n_kv,), (1, N_BATCH)))
+    graph = Graph().build_forward_expand(computed_mask(ctx, *operands))
+    return all(backend.supports_op(node) for node in graph.nodes)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Context, DType, Tensor
+from ggmlb import BufferType, Context, DType, Tensor
 from ggmlb.models.text.blocks.attention import attend
 from ggmlb.models.text.experts import KINDS
 from ggmlb.models.text.step import StepGraph
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ggmlb.models.text.experts import ExpertCache
     from ggmlb.models.text.kv_cache import KvCache
     from ggmlb.models.text.state_cache import StateCache
+
+MAX_UPLOADED = 64 << 10
+"""Largest attention mask that the host computes, if a device can [bytes]."""
 
 
 class LayersGraph(StepGraph):
@@ -140,7 +143,8 @@ class TextGraph(LayersGraph):
 
     Positions, cells and masks are inputs: one graph serves every step of its sizes.
 
-    `n_tokens` includes padding; `n_out` tokens have outputs.
+    `n_tokens` includes padding; `n_out` tokens have outputs. Masks larger than `MAX_UPLOADED` are computed by
+    the devices of which `computes_masks` has the memory.
 
     Attributes:
         ids: Input: token numbers, i32 `[n_tokens]`.
@@ -148,6 +152,9 @@ class TextGraph(LayersGraph):
         cells: Input: the cells of the tokens in the KV cache, i64 `[n_tokens]`.
         masks: Inputs: attention masks, 0 or -inf, f16 `[n_kv, n_tokens]`, by the index of their window in
             `TextConfig.windows`.
+        spans: Inputs: the same in short form (`KvCache.spans`), from which a device computes large masks;
+            each f16 `[n_kv]`.
+        computed: The masks that devices compute, by window and memory.
         chosen: Input: indices of tokens with outputs, i32 `[n_out]`; `None`: all tokens.
         logits: Output: f32 `[n_vocab, n_out]`.
         hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`.
@@ -163,47 +170,56 @@ class TextGraph(LayersGraph):
         n_kv: int,
         cache: ExpertCache | None,
         changes: Changes,
+        computes_masks: Collection[BufferType] = (),
     ) -> None:
         super().__init__(config, weights, memory.n_cells > config.n_ctx_orig, changes)
         self._cache = cache
         self._memory = memory
         self._n_kv = n_kv
+        self._n_tokens = n_tokens
         self.ids = self._input("ids", DType.I32, n_tokens)
         self.positions = self._input("positions", DType.I32, n_tokens)
         self.cells = self._input("cells", DType.I64, n_tokens)
         self._windows = {window: i for i, window in enumerate(config.windows)}
-        used = {a.window for layer in self.layers if (a := config.attentions[layer])}
-        self.masks = {
-            i: self._input(f"window_mask_{window}" if window else "mask", DType.F16, n_kv, n_tokens)
-            for window, i in self._windows.items()
-            if window in used
-        }
+        self.masks: dict[int, Tensor] = {}
+        self.spans: dict[int, tuple[Tensor, Tensor]] = {}
+        self._order: Tensor | None = None
+        self.computed: dict[tuple[int, BufferType], Tensor] = {}
+        self._computes_masks = computes_masks if 2 * n_kv * n_tokens > MAX_UPLOADED else ()
+        for layer in self.layers:  # before all other nodes: they are kept until the last layer
+            if config.attentions[layer]:
+                self.graph.build_forward_expand(self._mask(layer))
         self.chosen = self._input("chosen", DType.I32, n_out) if n_out < n_tokens else None
         self.hidden, self.logits = self._head(self._hidden(self.ids))
 
     def set_inputs(
         self,
         ids: npt.NDArray[np.int32],
+        sequences: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
         cells: npt.NDArray[np.int64],
-        masks: Sequence[npt.NDArray[np.float16]],
         chosen: npt.NDArray[np.int32],
     ) -> None:
-        """Write token ids, positions, KV cells, `masks` (one for each window) and `chosen` tokens."""
-        if self.layers.start == 0:
-            self.write(self.ids, ids)
+        """Write token ids, sequences, positions, KV cells and `chosen` tokens; cells are occupied already."""
+        self.write_ids(self.ids, ids)
         self.write(self.positions, positions)
         self.write(self.cells, cells)
         self.set_temperatures(positions)
+        seen, windows = (sequences, positions, self._n_kv), self.config.windows
         for window, mask in self.masks.items():
-            self.write(mask, masks[window])
+            self.write(mask, self._memory.mask(*seen, windows[window]))
+        for window, tensors in self.spans.items():
+            values = self._memory.spans(*seen, windows[window])
+            for tensor, span in zip(tensors, values, strict=True):
+                self.write(tensor, span)
+        if self._order is not None:
+            self.write(self._order, np.arange(self._n_tokens, dtype=np.float16))
         if self.chosen is not None:
             self.write(self.chosen, chosen)
 
     def set_token(self, number: int, position: int, cell: int, masks: Sequence[memoryview]) -> None:
         """Write the inputs of a one-token graph: token number, position, KV cell and attention masks."""
-        if self.layers.start == 0:
-            self.write_one(self.ids, number)
+        self.write_ids(self.ids, np.array([number], np.int32))
         self.write_one(self.positions, position)
         self.write_one(self.cells, cell)
         self.set_temperatures([position])
@@ -222,9 +238,38 @@ class TextGraph(LayersGraph):
             ctx.permute(query, 0, 2, 1, 3),
             heads_of(ctx, cached_keys, a.n_key, self._n_kv, a.n_head_kv),
             heads_of(ctx, cached_values, a.n_value, self._n_kv, a.n_head_kv),
-            self.masks[self._windows[a.window]],
+            self._mask(layer),
             a.sinks(self.weights, layer),
         )
+
+    def _mask(self, layer: int) -> Tensor:
+        """Return the attention mask of a layer: an input, or computed where the layer's keys are."""
+        attention, home = self.config.attentions[layer], self._memory.keys[layer].placed("attend").buft
+        assert attention is not None
+        window = self._windows[attention.window]
+        name = f"window_mask_{attention.window}" if window else "mask"
+        if home not in self._computes_masks:
+            if window not in self.masks:
+                self.masks[window] = self._input(name, DType.F16, self._n_kv, self._n_tokens)
+            return self.masks[window]
+        if (window, home) not in self.computed:
+            if self._order is None:
+                self._order = self._input("order", DType.F16, 1, self._n_tokens)
+            if window not in self.spans:
+                centre, half = (self._input(f"{name}_{x}", DType.F16, self._n_kv) for x in ("centre", "half"))
+                self.spans[window] = centre, half
+            self.computed[window, home] = computed_mask(self.ctx, *self.spans[window], self._order)
+        return self.computed[window, home]
+
+
+def computed_mask(ctx: Context, centre: Tensor, half: Tensor, order: Tensor) -> Tensor:
+    """Return the mask of `KvCache.spans`: 0 where `abs(order - centre) < half`, else -inf.
+
+    The numbers are multiples of 1/2 below 1024, and so exact in f16. The difference is never 0, so that its
+    product with a number beyond the range of f16 is infinite. All ops work in place.
+    """
+    distance = ctx.abs(ctx.sub(ctx.repeat_4d(centre, centre.ne[0], order.ne[1], 1, 1), order))
+    return ctx.neg(ctx.relu(ctx.scale(ctx.sub(distance, half), 1e30)))
 
 
 class RecurrentGraph(LayersGraph):
@@ -269,8 +314,7 @@ class RecurrentGraph(LayersGraph):
         self, ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], chosen: npt.NDArray[np.int32]
     ) -> None:
         """Write token ids, each sequence's state slot, and the indices `chosen` of tokens with outputs."""
-        if self.layers.start == 0:
-            self.write(self.ids, ids)
+        self.write_ids(self.ids, ids)
         self.write(self.slots, slots)
         if self.chosen is not None:
             self.write(self.chosen, chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -131,6 +131,7 @@ class KvCache(SequenceCache):
         keys: By layer, `[n_key * n_head_kv, n_cells + SPARE]`.
         values: By layer, `[n_value * n_head_kv, n_cells + SPARE]`.
         n_used: Number of cells up to the last one in use.
+        before_access: Called before keys and values are read or written by the host: waits for queued work.
 
     Raises:
         ArgumentError: The type's blocks do not divide a head.
@@ -152,6 +153,7 @@ class KvCache(SequenceCache):
         super().__init__(homes, n_cells, dtype, kinds)
         self.keys, self.values = self.tensors["cache_k"], self.tensors["cache_v"]
         self.n_used = 0
+        self.before_access: Callable[[], object] = lambda: None
         self._first_free = 0  # no cell before it is free
         self._rows: dict[tuple[int, int], _MaskRow] = {}
         self.sequence = np.full(n_cells, FREE, np.int32)
@@ -228,6 +230,7 @@ class KvCache(SequenceCache):
     def release(self, cells: npt.NDArray[Any]) -> None:
         """Free cells, given by their indices or as a boolean mask."""
         if self.has_nan:
+            self.before_access()
             freed = np.arange(self.n_cells)[cells]
             for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1) if freed.size else ():
                 for tensor in self._all:
@@ -271,12 +274,41 @@ class KvCache(SequenceCache):
         hidden[sequences == FREE] = False
         return np.where(hidden, np.float16(-np.inf), np.float16(0))
 
+    def spans(
+        self,
+        sequences: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        n_kv: int,
+        window: int = 0,
+    ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]:
+        """Return the mask in short form, for `TextGraph`: the tokens that see a cell are consecutive.
+
+        Token `i` sees cell `k` if `abs(i - centre[k]) < half[k]`. Arguments as `mask`; the tokens of a
+        sequence are consecutive, in the order of their positions. Padding tokens see what the last one sees.
+
+        Returns:
+            `centre` and `half`, each of shape `(n_kv,)`.
+        """
+        cells, at = self.sequence[:n_kv], self.position[:n_kv]
+        first, end = np.zeros((2, n_kv), np.int32)
+        n = int(np.count_nonzero(sequences != FREE))
+        starts = np.flatnonzero(np.diff(sequences[:n], prepend=FREE)).tolist()
+        for start, stop in zip(starts, (*starts[1:], n), strict=True):
+            own = np.flatnonzero(cells == sequences[start])
+            places = positions[start:stop]
+            first[own] = start + np.searchsorted(places, at[own])
+            last = start + np.searchsorted(places, at[own] + window) if window else np.full(own.size, stop)
+            end[own] = np.where(last == n, len(sequences), last)
+        half = np.where(first < end, (end - first) / 2, -1)
+        return ((first + end - 1) / 2).astype(np.float16), half.astype(np.float16)
+
     # -- state ---------------------------------------------------------------------------------
 
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
         """Return positions, keys and values of a sequence, in the order of positions."""
         cells = np.flatnonzero(self.sequence == sequence)
         cells = cells[np.argsort(self.position[cells])]
+        self.before_access()
         found: dict[str, npt.NDArray[Any]] = {"positions": self.position[cells]}
         for tensor in self._all:
             n = (int(cells.max()) + 1 if cells.size else 0) * tensor.nb[1]
@@ -290,6 +322,7 @@ class KvCache(SequenceCache):
         """Restore in a sequence the positions, keys and values that `save` returned."""
         positions = state["positions"]
         cells = self.find_cells(positions.size)
+        self.before_access()
         for tensor in self._all:
             for cell, row in zip(cells.tolist(), state[tensor.name], strict=True):
                 tensor.set(row, cell * tensor.nb[1])

@@ -94,13 +94,13 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
         positions = np.zeros(n, np.int32)
         positions[: len(places)] = [batch[i].position for i in places]
         self._start(graph, positions, n, traced)
-        if n_out or not self._n_ubatch:
-            self._runs.wait()
         for sequence in step:
             memory.advance(sequence, n_tokens)
         found = getattr(graph, output)
         if found is None:
+            if not self._n_ubatch:
+                self._runs.wait()
             return {}
-        table = graph.flat_view(found).reshape(n_out, -1)
+        table = self._runs.read(found).reshape(n_out, -1)
         at = wanted if n_out == n else range(len(wanted))
         return {places[j]: table[row].copy() for j, row in zip(wanted, at, strict=True)}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Buffer, Context, DType, Graph, Tensor
+from ggmlb import Buffer, Context, DType, Graph, Op, Tensor
+from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ggmlb.models.text.adapter import Adapter
@@ -57,14 +58,16 @@ class StepGraph:
             layer: self._input(f"steering_{layer}", DType.F32, config.n_embd) for layer in changes.steered
         }
         self._states: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._table: npt.NDArray[np.uint8] | None = None
         start = changes.resumed[0] + 1 if changes.resumed else 0
         self.layers = range(start, config.n_layer)
         self._adapters = changes.active
         self._multipliers: dict[tuple[Adapter, int], Tensor] = {}
         self._views: dict[Tensor, tuple[Buffer, int, npt.NDArray[Any], memoryview]] = {}
 
-    # Inputs and outputs in host memory are reached by cached views: in a step of a small model, the checks of
-    # `Tensor.set` and a copy of the logits take longer than some layers.
+    # Inputs in host memory are reached by cached views: in a step of a small model, the checks of
+    # `Tensor.set` take longer than some layers.
 
     def write(self, tensor: Tensor, values: npt.NDArray[Any] | memoryview) -> None:
         """Write all bytes of an input tensor; converts arrays to its type, copies memoryviews unchanged."""
@@ -79,6 +82,29 @@ class StepGraph:
         else:
             view[2][:] = values.reshape(-1)
 
+    def write_ids(self, tensor: Tensor, ids: npt.NDArray[np.int32]) -> None:
+        """Write token numbers, and the rows of embeddings that are looked up here (`_embed`).
+
+        Raises:
+            ArgumentError: A number is not in the vocabulary.
+        """
+        if tensor.buffer is not None:  # unplaced where no node reads it
+            self.write(tensor, ids)
+        if self._rows is not None:
+            table = self._embeddings()
+            if ids.view(np.uint32).max() >= len(table):
+                raise ArgumentError(f"token numbers must be 0 to {len(table) - 1}; found {ids.tolist()}")
+            self.write(self._rows, table.take(ids, 0).reshape(-1).data)
+
+    def _embeddings(self) -> npt.NDArray[np.uint8]:
+        """The rows of the table of embeddings, in host memory, as bytes."""
+        if self._table is None:
+            weight = self.weights["token_embd.weight"]
+            buffer = weight.placed("embed")
+            rows = buffer.base[weight.offset : weight.offset + weight.nbytes]
+            self._table = rows.reshape(weight.ne[1], weight.nb[1])
+        return self._table
+
     def write_one(self, tensor: Tensor, value: int) -> None:
         """Write `value` to an input tensor of one element."""
         view = self._view(tensor)
@@ -87,11 +113,6 @@ class StepGraph:
         else:
             view[2][0] = value
 
-    def flat_view(self, tensor: Tensor) -> npt.NDArray[Any]:
-        """Return an output as a flat array, possibly a view that the next computation overwrites."""
-        view = self._view(tensor)
-        return tensor.to_numpy().reshape(-1) if view is None else view[2]
-
     def _view(self, tensor: Tensor) -> tuple[Buffer, int, npt.NDArray[Any], memoryview] | None:
         """Return buffer, offset, elements and bytes of a tensor in host memory; `None` elsewhere."""
         buffer, offset = tensor.buffer, tensor.offset
@@ -99,8 +120,9 @@ class StepGraph:
         if view is None or view[0] is not buffer or view[1] != offset:
             if buffer is None or not buffer.is_host:
                 return None
-            array = np.asarray(tensor).reshape(-1)
-            view = self._views[tensor] = buffer, offset, array, array.view(np.uint8).data
+            raw = buffer.base[offset : offset + tensor.nbytes]
+            array = raw if tensor.dtype.is_quantized else raw.view(tensor.dtype.numpy)
+            view = self._views[tensor] = buffer, offset, array, raw.data
         return view
 
     def set_changes(self, changes: Changes, positions: npt.NDArray[np.int32] | list[int]) -> None:
@@ -138,8 +160,19 @@ class StepGraph:
         return self._states
 
     def _embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens.
+
+        If the table is in host memory, and the first layer is not, the host looks up the rows as they are
+        stored, and the layer's device dequantises them: an upload of few bytes, and no node on the host.
+        """
         ctx, weight = self.ctx, "token_embd.weight"
-        x = ctx.get_rows(self.weights[weight], ids)
+        table = self.weights[weight]
+        vectors = (w for name, w in self.weights.items() if name.startswith("blk.0.") and w.ne[1] == 1)
+        if ids.op is Op.NONE and _is_plain(table) and not _is_plain(next(vectors)):
+            self._rows = self._input("rows", table.dtype, *table.ne[:1], ids.ne[0])
+            x = ctx.cast(self._rows, DType.F32)
+        else:
+            x = ctx.get_rows(table, ids)
         for adapter in self._adapters:
             if weight in adapter.factors:
                 a, b = adapter.factors[weight]
@@ -194,6 +227,12 @@ class StepGraph:
         self.label("logits", ctx.set_output(logits))
         self.graph.build_forward_expand(logits)
         return hidden, logits
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a weight is in host memory, in ggml's layout."""
+    buffer = weight.buffer
+    return buffer is not None and buffer.is_host and not buffer.packing(weight)
 
 
 class LensGraph(StepGraph):
