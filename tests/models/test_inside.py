@@ -87,7 +87,7 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
         # Devices that fuse a node with the next one round otherwise; a trace keeps them from it.
         is_exact = place == "CPU"
         assert np.array_equal(found["logits"], logits) or not is_exact
-        near(found["logits"], logits, 1e-4)
+        near(found["logits"], logits, 1e-3 if kind == "gpt-oss" else 1e-4)  # 8-bit activations step
         again = model.trace(PROMPT, ["blk.1.*", "logits"])
         assert all(np.array_equal(again[name], found[name]) for name in again if is_exact)
         assert np.array_equal(model.logits(PROMPT), logits)
