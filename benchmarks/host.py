@@ -191,7 +191,7 @@ def measure(model: TextModel, driver: CountingDriver, profile: str | None) -> tu
     def one(sequence: int, position: int) -> None:
         decoder.decode([Token(300 + position % 1000, sequence, position, True)], is_view=True)
 
-    chunks = Table("chunk of 512 tokens", "mean [ms]", "least [ms]", "most [ms]", "capture and launch calls")
+    chunks = Table("chunks of 512", "mean [ms]", "least [ms]", "most [ms]", "launches and captures", "waits")
     for name in ("first", "again", "again, captured", "again, replayed"):
         sequence = engine.new_sequence()
         driver.counts.clear()
@@ -199,8 +199,9 @@ def measure(model: TextModel, driver: CountingDriver, profile: str | None) -> tu
             profiled(partial(prompt, sequence))
         else:
             times = prompt(sequence)
-            calls = sum(driver.counts[call] for call in ("launch", "exec_launch"))
-            chunks.row(name, *(f"{f(times):.2f}" for f in (statistics.mean, min, max)), calls)
+            n_queued = driver.counts["launch"] + driver.counts["exec_launch"]
+            figures = [f"{f(times):.2f}" for f in (statistics.mean, min, max)]
+            chunks.row(name, *figures, n_queued, driver.counts["event_synchronize"])
         last = sequence if name == "again, replayed" else model._engine.memory.remove(sequence)
     for i in range(N_PROMPT, N_PROMPT + 8):
         one(last, i)

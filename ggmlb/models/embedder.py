@@ -163,7 +163,7 @@ class BertEmbedder(ModelOnDevices):
                 graph = self._runs.get(sizes, partial(self._build, *sizes))
                 graph.set_inputs([tokens[i] for i in members])
                 self._runs.start(graph)
-                found = self._runs.read(graph.embeddings).reshape(len(members), -1)
+                found = self._runs.read(graph.embeddings).reshape(len(members), -1).copy()
             is_unit = np.abs(np.linalg.norm(found, axis=1) - 1) <= LENGTH_ERROR
             if not is_unit.all():
                 raise self._placer.error_in_values(f"the embedding of text {members[~is_unit].min()}")
