@@ -211,6 +211,7 @@ class GluOp(IntEnum):
     SWIGLU_OAI = 3
     GEGLU_ERF = 4
     GEGLU_QUICK = 5
+    SWIGLU_CLAMP = 6
 
 
 class RopeType(IntEnum):

@@ -130,9 +130,22 @@ def test_only_products_of_whole_weights_read_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16])
-@pytest.mark.parametrize("repacked", [True, False])
+@pytest.mark.parametrize(
+    ("repacked", "unit", "limits"),
+    [
+        (True, "geglu_split", ()),
+        (False, "geglu_split", ()),
+        (True, "swiglu_clamp", (0.5,)),
+        (False, "swiglu_oai", (1.7, 0.5)),
+    ],
+)
 def test_what_follows_products_is_fused(
-    widest: LlvmBackend, dtype: DType, repacked: bool, monkeypatch: pytest.MonkeyPatch
+    widest: LlvmBackend,
+    dtype: DType,
+    repacked: bool,
+    unit: str,
+    limits: tuple[float, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     w, v = (weight(dtype, K, M, repacked=repacked) for _ in range(2))
     a, b = weight(DType.F32, M, repacked=False), weight(DType.F32, M, 3, repacked=False)
@@ -141,7 +154,8 @@ def test_what_follows_products_is_fused(
         monkeypatch.setenv("GGMLB_FUSE", fused)
         ctx = Context()
         x = ctx.set_input(ctx.new_tensor(DType.F32, (K, 3)))
-        y = ctx.geglu_split(ctx.add(ctx.mul_mat(w, x), a), ctx.add(ctx.mul_mat(v, x), b))
+        gate, up = ctx.add(ctx.mul_mat(w, x), a), ctx.add(ctx.mul_mat(v, x), b)
+        y = getattr(ctx, unit)(gate, up, *limits)
         z = ctx.set_output(ctx.silu(ctx.add(ctx.mul_mat(v, x), y)))
         graph = Graph().build_forward_expand(z)
         widest.graph_optimize(graph)

@@ -96,7 +96,7 @@ def op(
     return give
 
 
-GLUS = [op for op in GluOp if op is not GluOp.SWIGLU_OAI]
+GLUS = [op for op in GluOp if op not in (GluOp.SWIGLU_OAI, GluOp.SWIGLU_CLAMP)]
 """Gated units without parameters."""
 
 

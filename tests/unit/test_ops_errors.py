@@ -62,6 +62,8 @@ WRONG = [
     ("glu", ("[4,3]", 77), A, "GluOp"),
     ("glu", ("[4,3]", "swiglu_oai", False), A, r"use swiglu_oai\(a, b, alpha, limit\)"),
     ("glu_split", ("[4,3]", "[4,3]", GluOp.SWIGLU_OAI), A, "use swiglu_oai"),
+    ("glu", ("[4,3]", "swiglu_clamp", False), A, r"use swiglu_clamp\(a, b, limit\)"),
+    ("swiglu_clamp", ("[4,3]", "[3,4]", 7.0), S, "must equal"),
     ("glu_split", ("[4,3]", "[4,3]", -2), A, "GluOp"),
     ("glu", ("[7]", GluOp.REGLU), S, "even"),
     # norm
@@ -345,6 +347,7 @@ WRONG = [
     ("flash_attn_ext", ("[8,3]", "f16[8,5]", "f16[8,5]", "f16[5,3]", 1.0, -2.0), A, "max_bias"),
     ("flash_attn_ext", ("[8,3]", "f16[8,5]", "f16[8,5]", None, 1.0, 0.0, -5.0), A, "logit_softcap"),
     ("swiglu_oai", ("[4,3]", "[4,3]", 1.7, -7.0), A, "limit"),
+    ("swiglu_clamp", ("[4,3]", "[4,3]", -7.0), A, "limit"),
     ("leaky_relu", ("[4,3]", float("inf")), A, "negative_slope"),
     ("xielu", ("[4,3]", 1e39, 0.1, 0.1, 0.1), A, "alpha_n"),
     ("rope_ext", ("[8,2,3]", "i32[3]", None, 8, 0, 0, 0.0), A, "freq_base"),

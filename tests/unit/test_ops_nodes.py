@@ -10,6 +10,7 @@ import pytest
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Hint, Op, OpPool, Prec, RopeType, UnaryOp
+from ggmlb.core.errors import ArgumentError
 from ggmlb.core.ops import SPECS
 from ggmlb.core.ops.custom import N_TASKS_MAX
 from ggmlb.core.placement import placement_clock
@@ -222,3 +223,19 @@ def test_depthwise_convolution_keeps_channels_innermost():
     assert (node.ne, node.nb) == ((7, 6, 8, 2), (32, 224, 4, 1344))
     plain = ctx.conv_2d_dw_direct(kernel, operand(ctx, "[7,6,8,2]"), 1, 1, 1, 1, 1, 1)
     assert (plain.ne, plain.nb) == ((7, 6, 8, 2), (4, 28, 168, 1344))
+
+
+def test_attention_keeps_the_promise_of_a_sparse_mask():
+    ctx = Context()
+    q, k, v = (ctx.new_tensor("f32", (32, n, 2)) for n in (4, 64, 64))
+    node = ctx.flash_attn_ext(q, k, v, ctx.new_tensor("f16", (64, 4)), 1.0)
+    assert ctx.flash_attn_ext_set_n_kv_max(node, 16) is node
+    assert node.params["n_kv_max"] == 16
+    bare = ctx.flash_attn_ext(q, k, v, None, 1.0)
+    for a, n, told in (
+        (bare, 16, "has no mask"),
+        (node, -1, "must be at least 0"),
+        (q, 16, "FLASH_ATTN_EXT node"),
+    ):
+        with pytest.raises(ArgumentError, match=told):
+            ctx.flash_attn_ext_set_n_kv_max(a, n)

@@ -174,8 +174,12 @@ def decode(
     if op is Op.GLU:
         if i[0] not in glu_ops:
             raise LookupError(f"ggmlb has no gated linear unit {i[0]}")
-        limits = {"alpha": f[2], "limit": f[3]} if glu_ops[i[0]] is GluOp.SWIGLU_OAI else {}
-        return {"op": glu_ops[i[0]], "swapped": bool(i[1]), **limits}
+        limits: dict[GluOp, dict[str, float]] = {
+            GluOp.SWIGLU_OAI: {"alpha": f[2], "limit": f[3]},
+            GluOp.SWIGLU_CLAMP: {"limit": f[3]},
+        }
+        glu = glu_ops[i[0]]
+        return {"op": glu, "swapped": bool(i[1]), **limits.get(glu, {})}
     if op in (Op.ROPE, Op.ROPE_BACK):
         floats = dict(zip(ROPE_FLOATS, f[5:11], strict=True))
         head = {"n_dims": i[1], "mode": RopeType(i[2]), "n_ctx_orig": i[4]}

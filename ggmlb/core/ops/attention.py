@@ -16,6 +16,7 @@ from ggmlb.core.ops.base import (
     fail_dtype,
     fail_shape,
     require_finite,
+    require_int32,
 )
 from ggmlb.core.ops.matmul import can_mul_mat
 from ggmlb.core.ops.softmax import add_sinks
@@ -95,6 +96,28 @@ class AttentionOps(OpBase):
         fn = "flash_attn_ext_set_prec"
         _check_node(fn, a)
         a.params["prec"] = as_enum(fn, Prec, prec)
+        return a
+
+    def flash_attn_ext_set_n_kv_max(self, a: Tensor, n_kv_max: int) -> Tensor:
+        """Promise of attention node `a` a sparse mask; return `a` (ggml_flash_attn_ext_set_n_kv_max).
+
+        A device may skip keys by it; those of ggmlb compute all, with the same result.
+
+        Args:
+            a: The node.
+            n_kv_max: At least the number of finite entries in each row of the mask; 0 takes the promise back.
+
+        Raises:
+            ArgumentError: `a` is no attention node, has no mask, or `n_kv_max` is negative.
+        """
+        fn = "flash_attn_ext_set_n_kv_max"
+        _check_node(fn, a)
+        if a.optional(3) is None:
+            fail_arg(fn, f"{a.describe()} has no mask, whose finite entries n_kv_max counts")
+        require_int32(fn, n_kv_max=n_kv_max)
+        if n_kv_max < 0:
+            fail_arg(fn, f"n_kv_max is {n_kv_max}; it must be at least 0")
+        a.params["n_kv_max"] = n_kv_max
         return a
 
     def flash_attn_ext_get_prec(self, a: Tensor) -> Prec:

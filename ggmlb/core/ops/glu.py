@@ -1,7 +1,8 @@
 """Gated linear units: one half of the operand, activated, times the other half.
 
 `Op.GLU` nodes have `src = (a, b)`, with `b` None where the rows of `a` hold both halves, and the params
-`op` (a `GluOp`) and `swapped` (the second half is activated); SWIGLU_OAI adds `alpha, limit`.
+`op` (a `GluOp`) and `swapped` (the second half is activated); SWIGLU_OAI adds `alpha, limit`, and
+SWIGLU_CLAMP `limit`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class GluOps(OpBase):
 
         Raises:
             ShapeError: The rows of `a` have gaps, or their length is odd.
-            ArgumentError: There is no such gated unit, or it is SWIGLU_OAI, which takes `alpha` and `limit`.
+            ArgumentError: There is no such gated unit, or it takes limits: SWIGLU_OAI, SWIGLU_CLAMP.
         """
         return self._glu("glu", a, None, {"op": _unit("glu", op), "swapped": bool(swapped)})
 
@@ -93,6 +94,17 @@ class GluOps(OpBase):
         params = {"op": GluOp.SWIGLU_OAI, "swapped": False, "alpha": alpha, "limit": limit}
         return self._glu("swiglu_oai", a, b, params)
 
+    def swiglu_clamp(self, a: Tensor, b: Tensor, limit: float) -> Tensor:
+        """Return `silu(g) * u`, with `g = a` and `u = b` clamped (ggml_swiglu_clamp).
+
+        Here `g` is `a`, at most `limit`, and `u` is `b`, clamped to plus or minus `limit`.
+
+        Raises:
+            ArgumentError: `limit` is negative or not finite.
+        """
+        require_finite("swiglu_clamp", 0, limit=limit)
+        return self._glu("swiglu_clamp", a, b, {"op": GluOp.SWIGLU_CLAMP, "swapped": False, "limit": limit})
+
     def _glu(self, fn: str, a: Tensor, b: Tensor | None, params: Mapping[str, object]) -> Tensor:
         if not a.is_contiguous(1):
             fail_contiguous(fn, "a", a, "contiguous but for gaps between rows")
@@ -113,6 +125,8 @@ def _unit(fn: str, op: GluOp | int | str) -> GluOp:
     unit = as_enum(fn, GluOp, op)
     if unit is GluOp.SWIGLU_OAI:
         fail_arg(fn, "SWIGLU_OAI needs alpha and limit; use swiglu_oai(a, b, alpha, limit)")
+    if unit is GluOp.SWIGLU_CLAMP:
+        fail_arg(fn, "SWIGLU_CLAMP needs a limit; use swiglu_clamp(a, b, limit)")
     return unit
 
 
@@ -148,7 +162,7 @@ ACTIVATIONS: Mapping[GluOp, UnaryOp] = {
     GluOp.GEGLU_ERF: UnaryOp.GELU_ERF,
     GluOp.GEGLU_QUICK: UnaryOp.GELU_QUICK,
 }
-"""Activation of each gated unit except SWIGLU_OAI."""
+"""Activation of each gated unit except those with limits."""
 
 
 def _back_part(part: int, c: Context, node: Tensor, grad: Tensor) -> Tensor:

@@ -205,6 +205,8 @@ def clamp(p: Program) -> None:
 def _glu_sample(op: GluOp) -> Sample:
     if op is GluOp.SWIGLU_OAI:
         return lambda c, t: c.swiglu_oai(main(c, t), main(c, t), 1.7, 7.0)
+    if op is GluOp.SWIGLU_CLAMP:
+        return lambda c, t: c.swiglu_clamp(main(c, t), main(c, t), 7.0)
     return lambda c, t: c.glu(main(c, t), op)
 
 
@@ -233,6 +235,13 @@ def swiglu_oai(p: Program) -> None:
     ne = p.ne()
     a, b = (p.operand(F32, ne, PLAIN, GAPS, low=-9, high=9) for _ in range(2))
     p.out("swiglu_oai", a, b, p.float(0.5, 2), p.float(1, 7))
+
+
+@cases(Op.GLU)
+def swiglu_clamp(p: Program) -> None:
+    ne = p.ne()
+    a, b = (p.operand(F32, ne, PLAIN, GAPS, low=-9, high=9) for _ in range(2))
+    p.out("swiglu_clamp", a, b, p.float(1, 7))
 
 
 # -- constant ---

@@ -288,7 +288,7 @@ def _has_activation(node: Tensor) -> str | None:
     op = node.params["op"]
     return (
         None
-        if op in ACTIVATIONS or op in (GluOp.REGLU, GluOp.SWIGLU_OAI)
+        if op in ACTIVATIONS or op in (GluOp.REGLU, GluOp.SWIGLU_OAI, GluOp.SWIGLU_CLAMP)
         else f"no kernel for function {op!r}"
     )
 
@@ -310,6 +310,10 @@ def glu(lw: NodeLowering, t: Tensor) -> None:
         kernel = partial(swiglu_oai, alpha=t.params["alpha"], limit=t.params["limit"])
         lw.tiled(kernel, lw.view(t), gate, up, scratch=2, work=2 * EXP)
         return
+    if t.params["op"] == GluOp.SWIGLU_CLAMP:
+        clamped = partial(swiglu_clamp, limit=t.params["limit"])
+        lw.tiled(clamped, lw.view(t), gate, up, scratch=2, work=2 * EXP)
+        return
     if t.params["op"] == GluOp.REGLU:
         lw.tiled(reglu, lw.view(t), gate, up)
         return
@@ -327,6 +331,15 @@ def reglu(y: Array, gate: Array, up: Array) -> None:
     is_open = gate > 0
     np.multiply(gate, up, out=y)
     np.copyto(y, 0, where=~is_open)
+
+
+def swiglu_clamp(y: Array, gate: Array, up: Array, tmp: Array, g: Array, *, limit: float) -> None:
+    """`silu(min(gate, limit)) * clip(up, -limit, limit)`."""
+    np.minimum(gate, limit, out=g)
+    one_plus_exp(tmp, g, -1.0)
+    np.divide(g, tmp, out=g)
+    np.clip(up, -limit, limit, out=tmp)
+    np.multiply(tmp, g, out=y)
 
 
 def swiglu_oai(y: Array, gate: Array, up: Array, tmp: Array, g: Array, *, alpha: float, limit: float) -> None:

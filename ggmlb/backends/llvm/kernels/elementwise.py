@@ -6,7 +6,7 @@ As in ggml, comparisons with NaN are false, so that `relu` and `clamp` of NaN ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ggmlb.backends.common.formulas import (
     GELU_COEF,
@@ -81,6 +81,11 @@ def _swiglu_oai(k: Emitter, gate: Value, up: Value, alpha: Value, limit: Value) 
     return over_one_plus_exp(k, g, g * alpha) * (up + 1.0)
 
 
+def _swiglu_clamp(k: Emitter, gate: Value, up: Value, limit: Value) -> Value:
+    up = k.select(up < -limit, -limit, k.select(up > limit, limit, up))
+    return _silu(k, k.select(gate > limit, limit, gate)) * up
+
+
 def _positive(k: Emitter, x: Value) -> Value:
     return k.select(x > 0.0, x, 0.0)
 
@@ -141,9 +146,13 @@ FUNCTIONS: dict[str, Function] = {
     "geglu_erf": lambda k, gate, up: _gelu_erf(k, gate) * up,
     "geglu_quick": lambda k, gate, up: _gelu_quick(k, gate) * up,
     "swiglu": lambda k, gate, up: _silu(k, gate) * up,
+    "swiglu_clamp": _swiglu_clamp,
     "swiglu_oai": _swiglu_oai,
 }
 """Functions `f(kernel, *operands, *params)` by ggml's name in lower case."""
+
+N_LIMITS: Final = {"swiglu_clamp": 1, "swiglu_oai": 2}
+"""Number of parameters of gated linear units that have any."""
 
 
 def elementwise(

@@ -13,7 +13,7 @@ from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, DotSum, load_float, loa
 from ggmlb.backends.llvm.kernels import matvec
 from ggmlb.backends.llvm.kernels.activations import HIGH, QuantRow, begin, counts, layout_for_strips, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES, BlockFormat, Scales
-from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
+from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS, N_LIMITS
 from ggmlb.backends.llvm.kernels.interleaved import (
     AHEAD,
     ROWS,
@@ -244,7 +244,7 @@ def with_epilogue(
 ) -> None:
     """Multiply by one or two weights into scratch memory; then add bias or residual, and apply `gate`.
 
-    Arguments: those of each product; `alpha, limit` for `swiglu_oai`; `m, parts, y, nb1`; then for each
+    Arguments: those of each product; the limits of the gate (`N_LIMITS`); `m, parts, y, nb1`; then for each
     product the address of its result (`m` float32 per row), and of the rows to add, if any, with their `nb1`.
 
     Args:
@@ -263,7 +263,7 @@ def with_epilogue(
         else:
             matvec.few(k, dtype, n_rows, n_columns, b_dtype)
     n = k.level.lanes
-    params = [k.float_arg().splat(n) for _ in range(2)] if gate == "swiglu_oai" else []
+    params = [k.float_arg().splat(n) for _ in range(N_LIMITS.get(gate or "", 0))]
     m, parts, y, y_nb1 = k.ints(4)
     products = [(k.int_arg(), k.ints(2) if add else None) for add in adds]
     units, part = m // n_rows, k.chunk % parts

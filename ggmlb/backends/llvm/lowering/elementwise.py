@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from ggmlb.backends.common.rules import FLOATS, RESULT, Condition, in_rows, operands
 from ggmlb.backends.common.strided import Mem
@@ -12,11 +13,12 @@ from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name, p
 from ggmlb.core.enums import GluOp, Op, UnaryOp
 from ggmlb.core.tensor import Tensor
 
-_PARAMS: dict[str, tuple[str, ...]] = {
+PARAMS: Final[dict[str, tuple[str, ...]]] = {
     "scale": ("scale", "bias"),
     "clamp": ("min", "max"),
     "fill": ("value",),
     "leaky_relu": ("negative_slope",),
+    "swiglu_clamp": ("limit",),
     "swiglu_oai": ("alpha", "limit"),
     "xielu": ("alpha_n", "alpha_p", "beta", "eps"),
 }
@@ -41,7 +43,7 @@ def _function(node: Tensor) -> str:
 def plain_function(node: Tensor) -> str | None:
     """Name in `FUNCTIONS` of a node's function; `None` if it is not there or has parameters."""
     fn = _function(node)
-    return fn if fn in FUNCTIONS and fn not in _PARAMS else None
+    return fn if fn in FUNCTIONS and fn not in PARAMS else None
 
 
 def _is_known(node: Tensor) -> str | None:
@@ -57,7 +59,7 @@ def _is_known(node: Tensor) -> str | None:
 )
 def _unary(node: Tensor, ctx: LoweringContext) -> None:
     a, fn = node.operand(0), _function(node)
-    args = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
+    args = [float(node.params[p]) for p in PARAMS.get(fn, ())]
     elementwise(fn, args, [node, a], _DEAR if fn in _DEAR_NAMES else _CHEAP, ctx)
 
 
@@ -115,5 +117,5 @@ def _glu(node: Tensor, ctx: LoweringContext) -> None:
         halves = [ctx.mem(a).window(node.ne, offset=i * node.ne[0] * a.dtype.type_size) for i in (0, 1)]
         gate, up = halves[::-1] if node.params["swapped"] else halves
     fn = GluOp(node.params["op"]).name.lower()
-    args = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
+    args = [float(node.params[p]) for p in PARAMS.get(fn, ())]
     elementwise(fn, args, [node, gate, up], _DEAR, ctx)

@@ -20,7 +20,7 @@ from ggmlb.backends.llvm.kernels import (
 )
 from ggmlb.backends.llvm.kernels.driver import CHUNK_BITS
 from ggmlb.backends.llvm.lowering.context import READ, RULES, LoweringContext, name
-from ggmlb.backends.llvm.lowering.elementwise import plain_function
+from ggmlb.backends.llvm.lowering.elementwise import PARAMS, plain_function
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import GluOp, Op
 from ggmlb.core.tensor import Tensor
@@ -309,8 +309,7 @@ def _product_group(group: Group, ctx: LoweringContext) -> None:
     if group.pattern == "glu":
         p = group["glu"].params
         gate = GluOp(p["op"]).name.lower()
-        if gate == "swiglu_oai":
-            args += (float(p["alpha"]), float(p["limit"]))
+        args += tuple(float(p[name]) for name in PARAMS.get(gate, ()))
     args += (m, parts, ctx.address(result), result.nb[1], *operands)
     adds = tuple(p.added is not None for p in products)
     ctx.launch(
