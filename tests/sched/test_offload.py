@@ -101,6 +101,42 @@ def test_only_the_experts_in_use_are_copied_in_runs(offloading, monkeypatch, par
             )
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_callback_may_copy_weights_itself(offloading, monkeypatch, parallel):
+    """It copies half of the experts of `down`, all that are used; the scheduler copies `up`."""
+    experts = Experts(offloading)
+    uploads = Uploads(monkeypatch)
+    x, ids = np.ones((3, 1, WIDTH), np.float32), np.array([[0, 1], [2, 1], [3, 0]])
+    asked = []
+
+    def callback(backend, weight, copy, graph):
+        asked.append((weight.name, any(copy in node.src for node in graph.nodes)))
+        assert backend is offloading.backends[0] and weight.buffer.is_host
+        if weight is not experts.down:
+            return False
+        backend.set_tensor_async(copy, weight.get()[: weight.nbytes // 2])
+        return True
+
+    with Scheduler(offloading.backends, parallel=parallel) as sched:
+        sched.set_copy_callback(callback)
+        sched.alloc_graph(experts.graph)
+        for _ in range(3):
+            uploads.ranges.clear()
+            asked.clear()
+            experts.x.set_array(x)
+            experts.ids.set_array(ids)
+            sched.graph_compute(experts.graph)
+            assert sorted(asked) == [("down", True), ("up", True)]
+            assert uploads.of("down") == [(0, N_EXPERTS // 2)] and uploads.of("up") == [(0, 4)]
+            np.testing.assert_allclose(experts.y.to_numpy(), experts.expected(x, ids), rtol=1e-5, atol=1e-6)
+        sched.set_copy_callback(None)
+        asked.clear()
+        sched.graph_compute(experts.graph)
+        assert not asked
+        with pytest.raises(ArgumentError, match="callback"):
+            sched.set_copy_callback(7)
+
+
 def test_ids_that_the_device_computes_are_waited_for_once(offloading, monkeypatch):
     experts = Experts(offloading, routed=True)
     uploads = Uploads(monkeypatch)

@@ -209,3 +209,14 @@ def test_a_failing_hook_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["t0", "t1"]
     assert memory.n_buffers == 0
     assert all(t.buffer is None for t in ctx)
+
+
+def test_a_list_of_tensors_is_placed_alone():
+    ctx = Context()
+    a, b, c = (ctx.new_tensor(DType.F32, (n,)) for n in (8, 16, 32))
+    memory = TestMemory()
+    assert alloc_ctx_tensors_size([a, c], memory) == 4 * (8 + 32)
+    with alloc_ctx_tensors([c, a], memory) as buffer:
+        assert (c.buffer, c.offset, a.offset, b.buffer) == (buffer, 0, 128, None)
+    with pytest.raises(ArgumentError, match="ctx"):
+        alloc_ctx_tensors(["a"], memory)

@@ -68,7 +68,9 @@ Home = TypeVar("Home")
 
 @checked
 def alloc_ctx_tensors(
-    ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
+    ctx: Context | Sequence[Tensor],
+    where: Backend | BufferType,
+    overrides: Mapping[str, Backend | BufferType] | None = None,
 ) -> Buffer:
     """Place all tensors of a context in a new buffer of type `where`; `overrides` by name take precedence.
 
@@ -76,7 +78,7 @@ def alloc_ctx_tensors(
     tensor is placed and nothing stays allocated.
 
     Args:
-        ctx: The context of the tensors.
+        ctx: The context of the tensors, or a list of tensors.
         where: A buffer type, or a backend for its default buffer type.
         overrides: Buffer types for some tensors, by regular expression: the first match in a tensor's
             name decides (--override-tensor of llama.cpp). `{r"ffn_.*_exps": cpu}` keeps experts in host
@@ -91,11 +93,12 @@ def alloc_ctx_tensors(
         AllocationError: The device lacks room, or one tensor is larger than the largest buffer.
         NotAllocatedError: A view's source, in another context, is in no buffer yet.
 
-    Source: ggml_backend_alloc_ctx_tensors, ggml_backend_alloc_ctx_tensors_from_buft.
+    Source: ggml_backend_alloc_ctx_tensors, ggml_backend_alloc_ctx_tensors_from_buft,
+    ggml_backend_buft_alloc_buffer_n.
     """
     if not overrides:
-        return alloc_tensors(ctx.tensors, _buffer_type(where))
-    roots, views = _unplaced(ctx.tensors)
+        return alloc_tensors(_tensors(ctx), _buffer_type(where))
+    roots, views = _unplaced(_tensors(ctx))
     with _all_or_nothing([*roots, *views]) as buffers:
         for buft, tensors in _by_memory(roots, where, overrides).items():
             buffers.append(alloc_tensors(tensors, buft))
@@ -143,7 +146,9 @@ def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
 
 @checked
 def alloc_ctx_tensors_size(
-    ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
+    ctx: Context | Sequence[Tensor],
+    where: Backend | BufferType,
+    overrides: Mapping[str, Backend | BufferType] | None = None,
 ) -> int:
     """Return the bytes that `alloc_ctx_tensors` would allocate now with these arguments, over all types.
 
@@ -151,11 +156,15 @@ def alloc_ctx_tensors_size(
         ArgumentError: An override is not a regular expression.
         AllocationError: One tensor is larger than the largest buffer.
 
-    Source: ggml_backend_alloc_ctx_tensors_from_buft_size.
+    Source: ggml_backend_alloc_ctx_tensors_from_buft_size, ggml_backend_buft_get_alloc_size_n.
     """
-    roots, _ = _unplaced(ctx.tensors)
+    roots, _ = _unplaced(_tensors(ctx))
     homes = _by_memory(roots, where, overrides)
     return sum(size for buft, tensors in homes.items() for size, _ in _groups(tensors, buft))
+
+
+def _tensors(ctx: Context | Sequence[Tensor]) -> Sequence[Tensor]:
+    return ctx.tensors if isinstance(ctx, Context) else ctx
 
 
 def _by_memory(

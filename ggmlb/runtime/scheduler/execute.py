@@ -19,6 +19,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -44,6 +45,11 @@ EvalCallback = Callable[[Tensor, bool], bool]
 included); without, the data is ready, and `False` stops the computation
 (ggml_backend_sched_eval_callback)."""
 alias("EvalCallback", "Callable")
+
+CopyCallback = Callable[[Backend, Tensor, Tensor, Graph], bool]
+"""`callback(backend, weight, copy, graph)` before a weight in host memory is copied for a split's `graph`:
+`True` if it wrote what the graph reads of the copy itself (ggml_backend_sched_copy_callback)."""
+alias("CopyCallback", "Callable")
 
 
 class Executor:
@@ -73,8 +79,15 @@ class Executor:
         self._staging = [Staging(b) for b in backends]
         self._uploads: dict[int, Uploads] = {}
 
-    def compute(self, executable: Executable, callback: EvalCallback | None) -> Status:
+    def compute(
+        self, executable: Executable, callback: EvalCallback | None, copies: CopyCallback | None = None
+    ) -> Status:
         """Queue all splits, waiting only where order needs it; `callback` may ask to see nodes.
+
+        Args:
+            executable: The splits.
+            callback: Sees nodes that it asks for.
+            copies: May copy weights from host memory itself.
 
         Returns:
             `Status.ABORTED` as soon as an abort callback or the eval callback asks for it.
@@ -82,7 +95,7 @@ class Executor:
         status = None
         self.is_busy = True
         try:
-            status = self._queue(executable, callback)
+            status = self._queue(executable, callback, copies)
         finally:
             self.is_busy = False
             if status is not Status.SUCCESS:  # no event follows the queued work, which may still run
@@ -91,7 +104,9 @@ class Executor:
                         backend.synchronize()
         return status
 
-    def _queue(self, executable: Executable, callback: EvalCallback | None) -> Status:
+    def _queue(
+        self, executable: Executable, callback: EvalCallback | None, copies: CopyCallback | None
+    ) -> Status:
         c = self.copy
         experts: ExpertCopies | None = None
         waits: dict[int, None] = {}
@@ -102,8 +117,10 @@ class Executor:
                 self._order(other, b)
             if split.inputs:
                 experts = experts or ExpertCopies(executable, c)
-                self._copy_in(split, c, experts, waits, last_sent)
-            if split.next_weights:
+                own = None if copies is None else partial(_copied, copies, executable.graphs(c)[index], c)
+                self._copy_in(split, c, experts, waits, last_sent, own)
+            ahead = split.next_weights if copies is None else ()  # else the callback is asked before each
+            if ahead:
                 self._uploads_of(b).begin()
             if callback is None:
                 status = split.backend.graph_plan_compute(executable.plan(index, c))
@@ -111,8 +128,8 @@ class Executor:
                 status = _compute_watched(split, executable.graph, executable.graphs(c)[index], callback)
             if status is not Status.SUCCESS:
                 return status
-            if split.next_weights:
-                self._uploads[b].queue(split.next_weights)
+            if ahead:
+                self._uploads[b].queue(ahead)
             if split.reads_user_input and self._is_async[b]:
                 waits[b] = None
         for b in last_sent:
@@ -148,19 +165,23 @@ class Executor:
         experts: ExpertCopies,
         waits: dict[int, None],
         last_sent: dict[int, None],
+        own: Callable[[SplitInput, Split], bool] | None,
     ) -> None:
         b, backend = split.backend_id, split.backend
         senders: dict[int, None] = {}
-        if any([item.is_prefetched for item in split.inputs]):
+        if own is None and any([item.is_prefetched for item in split.inputs]):
             self._uploads[b].wait()
         if split.block is not None:
             self._upload(split.joined, split.block, split)
-        for item in split.inputs:
-            if item.is_prefetched or item.copy.view_src is not None:
+        inputs = split.inputs if own is None else sorted(split.inputs, key=_is_host_weight)  # these last
+        for item in inputs:
+            if (item.is_prefetched and own is None) or item.copy.view_src is not None:
                 continue
             owner, src = self._index[id(item.backend)], item.tensor
             buffer = src.buffer
             assert buffer is not None
+            if own is not None and own(item, split):
+                continue
             if experts.copy(item, split):
                 continue
             if buffer.is_host and self._is_async[b]:
@@ -216,6 +237,19 @@ class Executor:
             self._backends[then].event_wait(mark)
         else:
             self._backends[first].synchronize()
+
+
+def _is_host_weight(item: SplitInput) -> bool:
+    buffer = item.tensor.buffer
+    return item.is_constant and buffer is not None and buffer.is_host
+
+
+def _copied(callback: CopyCallback, graph: Graph, c: int, item: SplitInput, split: Split) -> bool:
+    """Whether the callback copied an input; it is asked for weights in host memory."""
+    if not _is_host_weight(item):
+        return False
+    copy = item.copies[c % len(item.copies)]
+    return answer("the copy callback", callback(split.backend, item.tensor, copy, graph))
 
 
 def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: EvalCallback) -> Status:

@@ -20,7 +20,7 @@ from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.compile.assign import AssignRules
 from ggmlb.runtime.scheduler.cache import ExecutableCache
-from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
+from ggmlb.runtime.scheduler.execute import CopyCallback, EvalCallback, Executor
 from ggmlb.runtime.scheduler.report import NodePlacement, memory_report, placements, record_fallbacks, render
 from ggmlb.system import log
 
@@ -112,6 +112,7 @@ class Scheduler(Freeable):
                 )
         self._user: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()
         self._callback: EvalCallback | None = None
+        self._copy_callback: CopyCallback | None = None
         self._options: dict[str, Any] = {
             "parallel": parallel,
             "op_offload": op_offload,
@@ -301,6 +302,21 @@ class Scheduler(Freeable):
         """
         self._callback = callback
 
+    def set_copy_callback(self, callback: CopyCallback | None) -> None:
+        """Set a callback for copies of weights from host memory, which may copy less; `None` removes it.
+
+        Before a split runs, after its other inputs were copied, `callback(backend, weight, copy, graph)` is
+        called for each weight in host memory that it reads: `graph` is the split's, on `backend`, and reads
+        `copy`. `True` means that the callback wrote all that the graph reads, by `backend`'s asynchronous
+        transfers or after waiting for it; otherwise the scheduler copies the weight.
+
+        Raises:
+            ArgumentError: It is not callable.
+
+        Source: ggml_backend_sched_set_copy_callback.
+        """
+        self._copy_callback = callback
+
     # -- planning ------------------------------------------------------------------------------
 
     def split_graph(self, graph: Graph) -> None:
@@ -432,7 +448,7 @@ class Scheduler(Freeable):
             self.alloc_graph(graph)
             executable = self._need_executable()
         executable.check()
-        return self._executor.compute(executable, self._callback)
+        return self._executor.compute(executable, self._callback, self._copy_callback)
 
     def synchronize(self) -> None:
         """Wait for the work queued on all backends (ggml_backend_sched_synchronize).
@@ -504,7 +520,7 @@ class Scheduler(Freeable):
         bufts = [self._bufts[i] for i in kept]
         new = Scheduler([self._backends[i] for i in kept], bufts, **self._options)
         new._user.update((node, kept.index(i)) for node, i in self._user.items() if i in kept)
-        new._callback = self._callback
+        new._callback, new._copy_callback = self._callback, self._copy_callback
         return new
 
     # -- inner ---------------------------------------------------------------------------------
