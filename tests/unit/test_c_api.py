@@ -46,6 +46,25 @@ def test_the_python_name_resolves(name: str, examples: dict[str, object]) -> Non
         found = getattr(found, member) if hasattr(found, member) else getattr(examples[first], member)
 
 
+# -- optional functions ----------------------------------------------------------------------------
+
+
+def test_the_columns_of_optional_functions_are_current() -> None:
+    from scripts.proc_table import PAGE, with_columns
+
+    page = PAGE.read_text()
+    assert page == with_columns(page), "run `python scripts/proc_table.py`"
+
+
+def test_opencl_tells_its_features() -> None:
+    reg = next((reg for reg in ggmlb.regs() if reg.name == "OpenCL"), None)
+    if reg is None:
+        pytest.skip("needs an OpenCL device, such as PoCL's")
+    features = dict(reg.get_proc_address("get_features")(reg))
+    assert features["PYOPENCL"]
+    assert {features[f"{d.name}_FP16"] for d in reg.devices} <= {"0", "1"}
+
+
 # -- the next version ------------------------------------------------------------------------------
 
 DIFF = str(ROOT / "scripts/diff_ggml_api.py")

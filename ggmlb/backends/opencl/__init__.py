@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface import BackendReg, Device
@@ -53,6 +53,7 @@ class OpenClReg(BackendReg):
             "set_abort_callback": set_abort_callback,
             "dev_get_extra_bufts": dev_get_extra_bufts,
             "driver_version": _driver_version,
+            "get_features": _features,
             "split_buffer_type": partial(split_buffer_type, self),
         }
 
@@ -78,6 +79,31 @@ def _can_cache() -> bool:
 def backend_reg() -> OpenClReg:
     """Return the registration; the registry calls this."""
     return OpenClReg()
+
+
+EXTENSIONS: Final = (
+    "fp16",
+    "subgroups",
+    "integer_dot_product",
+    "command_buffer",
+    "pci_bus_info",
+    "il_program",
+)
+"""Extensions `cl_khr_...` that tell one build of a runtime from another."""
+
+
+def _features(reg: BackendReg) -> list[tuple[str, str]]:
+    """Return PyOpenCL's version, and the extensions of each device (ggml_backend_get_features)."""
+    from importlib.metadata import version
+
+    from ggmlb.backends.opencl.device import OpenClDevice
+
+    found = [("PYOPENCL", version("pyopencl"))]
+    for device in reg.devices:
+        assert isinstance(device, OpenClDevice)
+        has = device.cl_device.extensions.split()
+        found += [(f"{device.name}_{name.upper()}", str(int(f"cl_khr_{name}" in has))) for name in EXTENSIONS]
+    return found
 
 
 def _driver_version(device: Device) -> str:
