@@ -232,10 +232,14 @@ class SortOrder(IntEnum):
 
 
 class Prec(IntEnum):
-    """`GGML_PREC_*`: the accumulator's precision of a product or of attention."""
+    """`GGML_PREC_*`: the least precision that an op may compute with, of accumulators as a rule."""
 
     DEFAULT = 0
     F32 = 10
+    BF16 = 15
+    F16 = 20
+    Q8 = 30
+    Q4 = 40
 
 
 class Hint(IntEnum):

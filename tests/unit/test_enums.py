@@ -198,6 +198,9 @@ ARGUMENTS: dict[str, Argument] = {
     "Context.glu_split.op": argument(GluOp, glu_split, *GLUS),
     "Context.interpolate.mode": argument(ScaleMode, op("interpolate", "mode", 4, 4, more=(8, 8, 1, 1))),
     "Context.mul_mat_set_hint.hint": argument(Hint, product("mul_mat_set_hint", "hint")),
+    "Context.prec_set_acc.prec": argument(
+        Prec, product("prec_set_acc", "prec"), Prec.DEFAULT, Prec.F32, Prec.BF16, Prec.F16
+    ),
     "Context.mul_mat_set_prec.prec": argument(Prec, product("mul_mat_set_prec", "prec")),
     "Context.pool_1d.op": argument(OpPool, op("pool_1d", "op", 4, more=(2, 2), last=False)),
     "Context.pool_2d.op": argument(OpPool, op("pool_2d", "op", 4, 4, more=(2, 2, 2, 2), last=False)),

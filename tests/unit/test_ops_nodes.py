@@ -180,6 +180,9 @@ def test_xielu_constrains_its_slopes():
 
 SETTERS = [
     ("mul_mat", ("[4,3]", "[4,2]"), "mul_mat_set_prec", Prec.F32, "prec"),
+    ("mul_mat", ("[4,3]", "[4,2]"), "prec_set_acc", Prec.F16, "prec"),
+    ("mul_mat_id", ("[4,3,2]", "[4,1,5]", "i32[1,5]"), "prec_set_acc", Prec.BF16, "prec"),
+    ("flash_attn_ext", ("[8,3,4]", "f16[8,5,2]", "f16[8,5,2]"), "prec_set_acc", Prec.F32, "prec"),
     ("mul_mat", ("[4,3]", "[4,2]"), "mul_mat_set_hint", Hint.SRC0_IS_HADAMARD, "hint"),
     ("flash_attn_ext", ("[8,3,4]", "f16[8,5,2]", "f16[8,5,2]"), "flash_attn_ext_set_prec", Prec.F32, "prec"),
     ("rope", ("[8,2,3]", "i32[3]", 6), "rope_set_offset", 2, "offset"),

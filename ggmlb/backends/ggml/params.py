@@ -45,6 +45,7 @@ WORDS: Final[dict[Op, str]] = {
     Op.L2_NORM: "eps:f",
     Op.LEAKY_RELU: "negative_slope:f",
     Op.MUL_MAT: "prec:i hint:i",
+    Op.MUL_MAT_ID: "prec:i",
     Op.NORM: "eps:f",
     Op.PAD_REFLECT_1D: "left:i right:i",
     Op.POOL_1D: "op:i k0:i s0:i p0:i",

@@ -61,6 +61,24 @@ class MatmulOps(OpBase):
         """
         return _set("mul_mat_set_prec", a, "prec", as_enum("mul_mat_set_prec", Prec, prec))
 
+    def prec_set_acc(self, a: Tensor, prec: Prec | int | str) -> Tensor:
+        """Choose the accumulator's least precision of a product or of attention (ggml_prec_set_acc).
+
+        Args:
+            a: A `mul_mat`, `mul_mat_id` or `flash_attn_ext` node; returned.
+            prec: F32; or BF16 or F16, which also allow what is more precise.
+
+        Raises:
+            ArgumentError: `a` is another node, or no sum has such a precision.
+        """
+        fn, found = "prec_set_acc", as_enum("prec_set_acc", Prec, prec)
+        if a.op not in (Op.MUL_MAT, Op.MUL_MAT_ID, Op.FLASH_ATTN_EXT):
+            fail_arg(fn, f"a is {a.describe()}; it must be a MUL_MAT, MUL_MAT_ID or FLASH_ATTN_EXT node")
+        if found in (Prec.Q8, Prec.Q4):
+            fail_arg(fn, f"no sum is kept in {found.name}; give F32, BF16, F16 or DEFAULT")
+        a.params["prec"] = found
+        return a
+
     def mul_mat_set_hint(self, a: Tensor, hint: Hint | int | str) -> Tensor:
         """Set a known property of a `mul_mat` node's first operand; return the node (ggml_mul_mat_set_hint).
 
