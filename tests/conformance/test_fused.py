@@ -180,7 +180,7 @@ def test_a_llama_like_layer(
     if on_gpu and n_expert:
         want += ["routing", "experts_sum"]
     if n_expert:
-        want += ["glu_id"] if is_cuda(stream) and n == 1 else []
+        want += ["glu_id"] if n == 1 else []
     else:
         want += ["glu"] if n <= (GLU_COLUMNS if is_cuda(stream) else 8) else []
     if is_cuda(stream) and n <= 8:

@@ -210,6 +210,25 @@ def test_an_operand_that_is_written_in_between_keeps_products_apart(ctx: Maker) 
     assert marks(graph(ctx.scale_inplace(w, 2.0))) == []
 
 
+def test_a_sum_of_two_products_is_no_bias(ctx: Maker) -> None:
+    x = ctx.f32(64)
+    first, second = (ctx.mul_mat(ctx.f32(64, 32), x) for _ in range(2))
+    graph = Graph().build_forward_expand(ctx.add(first, second))
+    gather(graph, lambda group: group.pattern == "mul_mats")
+    assert graph.marks[second].nodes == (first, second)  # type: ignore[attr-defined]
+
+
+def test_a_sum_of_experts_in_two_parts_of_a_graph_is_not_joined(ctx: Maker) -> None:
+    parts = ctx.mul(ctx.f32(64, 3, 2), ctx.f32(1, 3, 2))
+    views = [ctx.view_2d(parts, 64, 2, parts.nb[2], i * parts.nb[1]) for i in range(3)]
+    graph = Graph().build_forward_expand(ctx.add(ctx.add(views[0], views[1]), views[2]))
+    end = len(graph)
+    first = next(i for i, node in enumerate(graph.nodes) if node.op is Op.ADD)
+    for part in (graph.view(0, first + 1), graph.view(first + 1, end)):
+        gather(part, lambda _: True)
+        assert groups(part) == []
+
+
 def test_products_of_a_gated_unit_stay_with_it(ctx: Maker) -> None:
     def graph() -> Graph:
         x = ctx.f32(64, 3)

@@ -11,8 +11,8 @@ backend lowers a graph by
 
 and, if the nodes of a group are far apart, the backend's `graph_optimize` first calls `gather(graph,
 can_fuse)`, so that the allocator cannot reuse an operand's memory in between. Groups whose first results are
-read before their last node (`Pattern.early`) are found by `gather` only. A `Group` holds its nodes by the
-pattern's names:
+read before their last node (`Pattern.early`) are only found then. A `Group` holds its nodes by the pattern's
+names:
 
     ================  ====================================  ================================================
     pattern           parts                                 computes
@@ -441,7 +441,7 @@ def _items(graph: Graph, groups: list[Group]) -> list[Tensor | Group]:
 def gather(graph: Graph, can_fuse: CanFuse, names: frozenset[Name] = _NAMES) -> None:
     """Reorder a graph so that the nodes of each group that `fuse` finds stand together, at its last node.
 
-    Those of early patterns are first moved to the group's first node, if only that position is possible.
+    Those of early patterns are moved to the group's first node, where that is possible.
     Views without an op are inserted after a group, so that the allocator keeps its operands until its
     result is placed. The groups are saved in `graph.marks`: a plan only checks whether they are valid.
     """
@@ -532,7 +532,7 @@ class _Finder:
                 continue
             self._taken.update(group.nodes)
             found.append(group)
-            moved = sorted(places[node] for node in {*group.nodes, *group.views})
+            moved = sorted(places[node] for node in {*group.nodes, *group.views} & places.keys())
             for at, place in enumerate(moved, moved[0]):
                 nodes.insert(at, nodes.pop(place))
             for place in range(moved[0], i + 1):
@@ -601,7 +601,7 @@ class _Finder:
         if node not in self._places or node in self._taken or 0 in node.ne:
             return False
         links = [node]
-        while part.repeats and (inner := links[-1].sources[0]).op in part.ops and self._may_drop(inner):
+        while part.repeats and self._is_link(part, inner := links[-1].sources[0]):
             links.append(inner)
         for i, link in enumerate(reversed(links)):
             for inner_part, operands in part.inputs[min(i, 1) :]:
@@ -612,6 +612,10 @@ class _Finder:
                     return False
             parts[part.name if link is node else f"{part.name}{i + 1}"] = link
         return True
+
+    def _is_link(self, part: PatternNode, inner: Tensor) -> bool:
+        is_here = inner in self._places and inner not in self._taken
+        return is_here and inner.op in part.ops and self._may_drop(inner)
 
     def _find_input(
         self,
@@ -661,12 +665,9 @@ class _Finder:
         for product in reversed(alike):
             if product in self._taken or 0 in product.ne or not _alike(product.sources[0], weight):
                 continue
-            bias = self._followers.get(product) if self._may_drop(product) else None
-            if bias is not None and not (
-                bias.op is Op.ADD and bias.ne == product.ne and _is_row(bias, product)
-            ):
-                bias = None
-            unit = [product] if bias is None else [product, bias]
+            unit = [product]
+            if self._may_drop(product) and self._adds_row(self._followers.get(product), product):
+                unit.append(self._followers[product])
             if self._is_gated(unit[-1]):
                 continue
             if not units and product is not last:
@@ -676,6 +677,12 @@ class _Finder:
         for i, unit in enumerate(units):
             parts.update(zip((f"mul_mat{i}", f"add{i}"), unit, strict=False))
         return len(units) > 1 and units[-1][-1] is node
+
+    def _adds_row(self, node: Tensor | None, product: Tensor) -> bool:
+        """Whether a node adds a bias to a product: one row for all, a leaf."""
+        if node is None or node.op is not Op.ADD or node.ne != product.ne:
+            return False
+        return all(s is product or (s.ne[1:] == (1, 1, 1) and s not in self._places) for s in node.sources)
 
     def _is_gated(self, node: Tensor) -> bool:
         """Whether a kernel computes the gated unit that reads a product or biased product, with that."""
@@ -772,11 +779,6 @@ _COUNTED: Final = frozenset({"routing", "experts_sum", "mul_mats", "rope_kv"})
 
 _SHARED: Final = ("shares", "weights", "weighted")
 """Parts that only the group may read, though more than one of its nodes does."""
-
-
-def _is_row(added: Tensor, node: Tensor) -> bool:
-    """Whether a sum adds one row to each row of a node."""
-    return all(s is node or s.ne[1:] == (1, 1, 1) for s in added.sources)
 
 
 @cache

@@ -349,6 +349,7 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "portable q4_0, tiles": partial(portable, DType.Q4_0, 96, 70, 67),
     "portable f32, tiles and a rest": partial(portable, DType.F32, 69, 66, 9),
     "portable q8_0, experts": partial(experts, DType.Q8_0, 2, 2, False),
+    "portable q4_0, a layer of experts": partial(experts_layer, DType.Q4_0, 3, 8, own=False),
     "portable f16, experts' tiles": partial(experts, DType.F16, 2, 150, False),
     **{
         f"portable attention, {shape}": partial(attention, shape, DType.Q8_0, FEW, False)

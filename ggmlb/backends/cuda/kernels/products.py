@@ -391,8 +391,7 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
 
 @RULES.rule("glu_id", on=_rows_of_two_experts)
 def _glu_id(group: Group, target: Target) -> list[Step | PreparedOperand]:
-    p, g = group["glu"].params, Mem.of(group["up"].operand(0))
-    glu = Glu(g, None, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))
+    _, _, glu = gated(group)
     return _experts(target, group["gate"], Mem.of(group.result), glu)
 
 

@@ -130,19 +130,28 @@ def _experts_fit(node: Tensor, target: Target) -> str | None:
 
 @RULES.rule(Op.MUL_MAT_ID, *PRODUCT, on=_experts_fit)
 def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
-    a, b, ids = (Mem.of(t) for t in node.src if t is not None)
-    m = a.ne[1]
-    mems = [a, b, ids, BadIndex(node, a.ne[2]).mem, Mem.of(node)]
     tiles = expert_tiles(target, node)
-    if tiles is not None:
-        kernel, rows, wg = (
-            ("mul_mat_id_panel", PANEL_ROWS, 1) if target.on_cpu else ("mul_mat_id_tile", TILE, TILE_WG)
-        )
-        return [launch(kernel, mems, (-(-m // rows), *tiles), wg, **_rest(a))]
+    if tiles is None:
+        return [_of_pairs(target, node, Mem.of(node))]
+    a, b, ids = (Mem.of(t) for t in node.src if t is not None)
+    mems = [a, b, ids, BadIndex(node, a.ne[2]).mem, Mem.of(node)]
+    kernel, rows, wg = (
+        ("mul_mat_id_panel", PANEL_ROWS, 1) if target.on_cpu else ("mul_mat_id_tile", TILE, TILE_WG)
+    )
+    return [launch(kernel, mems, (-(-a.ne[1] // rows), *tiles), wg, **_rest(a))]
+
+
+def _of_pairs(target: Target, node: Tensor, d: Mem, glu: Glu | None = None) -> Launch:
+    """Return the launch of a product for each pair of token and expert, or of a gated unit of two such."""
+    a, b, ids = (Mem.of(t) for t in node.src if t is not None)
     rows = _rows_per_group(target, a, 1)
-    groups = (-(-m // rows), ids.ne[0], ids.ne[1])
     flags = {"COLUMNS": 1, "ROWS": _rows_at_once(target, a, 1), **_rest(a)}
-    return [launch("mul_mat_id", [*mems, rows], groups, target.wg, **flags)]
+    numbers = (0.0, 0.0) if glu is None else (glu.alpha, glu.limit)
+    if glu is not None:
+        flags["GLU"] = f"glu_{glu.op.name.lower()}"
+    mems = [a, a if glu is None else glu.a, b, ids, BadIndex(node, a.ne[2]).mem, d]
+    groups = (-(-a.ne[1] // rows), ids.ne[0], ids.ne[1])
+    return launch("mul_mat_id", [*mems, rows, *numbers], groups, target.wg, **flags)
 
 
 @RULES.rule(Op.OUT_PROD, operands(READ_IN_EIGHTS, FLOATS))
@@ -193,6 +202,16 @@ def _few_columns(group: Group) -> str | None:
 def _glu(group: Group, target: Target) -> list[Launch]:
     weights, bias, glu = gated(group)
     return [_launch(target, weights, Mem.of(group["gate"].operand(1)), Mem.of(group.result), bias, glu)]
+
+
+def _in_pairs(group: Group, target: Target) -> str | None:
+    return None if expert_tiles(target, group["gate"]) is None else "columns enough for tiles"
+
+
+@RULES.rule("glu_id", on=_in_pairs)
+def _glu_id(group: Group, target: Target) -> list[Launch]:
+    _, _, glu = gated(group)
+    return [_of_pairs(target, group["gate"], Mem.of(group.result), glu)]
 
 
 def gated(group: Group) -> tuple[Mem, Mem | None, Glu]:
