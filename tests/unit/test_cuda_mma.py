@@ -48,7 +48,7 @@ def test_every_type(dtype: DType, m: int, n: int, target: Target) -> None:
     ctx = Context()
     w, x = ctx.new_tensor(dtype, (768, m)), ctx.new_tensor(DType.F32, (768, n))
     defines = dict(launched(beside_cpu(ctx.mul_mat(w, x), ctx, target=target)).defines)
-    assert int(defines["SETS_16"]) == (2 if n > 32 else 1)
+    assert int(defines["SETS_16"]) == (2 if int(defines["ROWS"]) >= 64 else 1)
 
 
 @pytest.mark.parametrize("dtype", sorted(t for t in IN_SUB_BLOCKS if t.block_size == 32), ids=str)
@@ -118,15 +118,32 @@ def test_matrices_of_activations_share_weights(dtype: DType) -> None:
     assert launched(beside_cpu(ctx.mul_mat(w, x), ctx)).groups[2] == 8
 
 
+@pytest.mark.parametrize("k", [512, 8192 + 256])
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_bias_is_added(residual: bool) -> None:
+def test_a_bias_is_added(residual: bool, k: int) -> None:
+    """By the kernel itself, or by the one that adds the sums of parts of long rows."""
     ctx = Context()
-    w, x = ctx.new_tensor(DType.Q5_K, (512, 40)), ctx.new_tensor(DType.F32, (512, 17))
+    w, x = ctx.new_tensor(DType.Q5_K, (k, 40)), ctx.new_tensor(DType.F32, (k, 17))
     y = ctx.add(ctx.mul_mat(w, x), ctx.new_tensor(DType.F32, (40, 17) if residual else (40,)))
     (group,) = fuse(Graph().build_forward_expand(y), lambda group: RULES.find(group, CARD) is not None)
     assert isinstance(group, Group)
     fill(ctx)
-    close(in_both_orders(steps_of(group), y), on_cpu(y))
+    steps = steps_of(group)
+    close(in_both_orders(steps, y), on_cpu(y))
+    splits = int(dict(launched(steps).defines)["SPLITS"])
+    assert (splits > 1) == (k > 512) == any(s.kernel.name == "add_splits" for s in steps)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K], ids=str)
+def test_blocks_share_long_rows(dtype: DType) -> None:
+    """Of all matrices of activations; the last part is shorter."""
+    ctx = Context()
+    w, x = ctx.new_tensor(dtype, (256 * 43, 30, 2)), ctx.new_tensor(DType.F32, (256 * 43, 12, 2, 2))
+    steps = beside_cpu(ctx.mul_mat(w, x), ctx)
+    assert [s.kernel.name for s in steps if isinstance(s, Launch)] == [
+        "quantize_q8", "mul_mat_mma", "add_splits",
+    ]  # fmt: skip
+    assert launched(steps).groups == (8, 2, 4)
 
 
 def test_what_computes_a_product_hangs_on_the_card_and_the_columns() -> None:

@@ -13,7 +13,7 @@ from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.cublas import cannot_describe, gemms
 from ggmlb.backends.cuda.kernels.base import PACKAGE, RULES
 from ggmlb.backends.gpu import BadIndex, Launch, PreparedOperand, Scratch
-from ggmlb.backends.gpu.launch import flattened, launch, mapped
+from ggmlb.backends.gpu.launch import elementwise, flattened, launch, mapped
 from ggmlb.backends.gpu.lowering.copy import copy
 from ggmlb.backends.gpu.lowering.matmul import (
     MIN_COLUMNS_OF_EXPERT,
@@ -57,12 +57,13 @@ MMA_ROWS = (128, 64, 32, 16)
 MMA_COLUMNS = 64
 """Most columns of a block of `mul_mat_mma`, limited by registers."""
 
-NARROW = 32
-"""Most columns for which a multiprocessor has registers for two of its blocks, of 16 rows per warp."""
-
 MMA_WG = 256
 MOST_STAGES = 6
 ROWS_BESIDE = 32
+"""What a block does for each tile beside its rows (copies, scales), in rows that take as long."""
+
+CYCLES_OF_LAUNCH, CYCLES_OF_SUM = 4000, 0.3
+"""Of adding the sums of splits: a launch, and a multiprocessor's share of a sum."""
 
 IN_HALVES = frozenset({DType.Q2_K, DType.Q3_K, DType.Q6_K, DType.IQ2_XS, DType.IQ2_S, DType.IQ1_M})
 """Types with two scales per sub-block of 32 elements."""
@@ -210,46 +211,60 @@ class Tile(NamedTuple):
     Attributes:
         rows: Of the weights.
         columns: Of the activations.
-        sets: Sets of 16 rows of a warp.
+        splits: Parts of the rows' elements that different blocks multiply.
         stages: Tiles of both in shared memory.
         shared: Shared memory [bytes].
     """
 
     rows: int
     columns: int
-    sets: int
+    splits: int
     stages: int
     shared: int
 
     @property
+    def sets(self) -> int:
+        """Sets of 16 rows of a warp."""
+        return 1 if self.rows < 64 else 2
+
+    @property
     def blocks(self) -> int:
         """Blocks that registers leave room for on a multiprocessor."""
-        return 2 if self.columns <= NARROW else 1
+        return 2 if self.columns == 16 else 1
 
 
 def tile(target: Target, a: Tensor | Mem, n: int, n_matrices: int = 1) -> Tile:
     """Return the tile of a product with `n` columns that takes least time, of those that fit shared memory.
 
-    Blocks that wait for a free multiprocessor count as much as the first ones; each has a part of its work,
-    the copies and the scales of a tile, that takes as long as `ROWS_BESIDE` rows.
+    Estimated in cycles by the kernels' instructions (docs/cuda.md). Blocks that wait for a processor count
+    as much as the first ones. More than one split must be worth the launch that adds their sums.
     """
     columns = 16 * -(-n // (16 * -(-n // MMA_COLUMNS)))
-    nbytes = a.dtype.type_size * 256 // a.dtype.block_size
+    nbytes, k_tiles = a.dtype.type_size * 256 // a.dtype.block_size, -(-a.ne[0] // 256)
     is_skewed = nbytes % 16 != 0 or _align(a)["ALIGN"] < 16
     row = 16 * (-(-(nbytes + 15 * is_skewed) // 16) | 1)
     halves, mins = 1 + (a.dtype in IN_HALVES), a.dtype in WITH_MINS
-    found: list[tuple[int, Tile]] = []
+    found: list[tuple[float, Tile]] = []
     for rows in MMA_ROWS:
-        sets = 1 if rows < 64 or columns <= NARROW else 2
         stage = rows * row + columns * (17 + 4) * 16
         made = 32 * (halves * (rows + mins * (rows + 8 + columns + 8)) + columns) + 16
-        warps_k = MMA_WG // 32 * 16 * sets // rows
-        room = target.shared // (2 if columns <= NARROW else 1) - 1024 - made
-        stages = min(room // stage, MOST_STAGES)
-        if stages >= 2:
-            shared = max(stages * stage + made, 4 * (warps_k - 1) * rows * columns)
-            waves = -(-(-(-a.ne[1] // rows) * -(-n // columns) * n_matrices) // target.n_units)
-            found.append((waves * (rows + ROWS_BESIDE), Tile(rows, columns, sets, stages, shared)))
+        one = Tile(rows, columns, 1, 0, 0)
+        warps_k = MMA_WG // 32 * 16 * one.sets // rows
+        stages = min((target.shared // one.blocks - 1024 - made) // stage, MOST_STAGES)
+        if stages < 2:
+            continue
+        shared = max(stages * stage + made, 4 * (warps_k - 1) * rows * columns)
+        n_blocks = -(-a.ne[1] // rows) * -(-n // columns) * n_matrices
+        for splits in (1, 2, 4, 8):
+            per_split = -(-k_tiles // splits)
+            if splits > 1 and per_split * (splits - 1) >= k_tiles:
+                break
+            waves = -(-n_blocks * splits // target.n_units)
+            cycles = waves * per_split * (rows + ROWS_BESIDE) * (4 + columns / 6)
+            if splits > 1:
+                sums = splits * n * n_matrices * a.ne[1] / target.n_units
+                cycles = 1.2 * (cycles + CYCLES_OF_LAUNCH + CYCLES_OF_SUM * sums)
+            found.append((cycles, one._replace(splits=splits, stages=stages, shared=shared)))
     return min(found)[1]
 
 
@@ -261,18 +276,23 @@ def _by_mma(
     forms, activations, _ = _activations(b, n)
     t = tile(target, a, n, n_matrices)
     flags: dict[str, str | int] = {
-        "ROWS": t.rows, "COLUMNS": t.columns, "SETS_16": t.sets, "STAGES": t.stages,
-        "BLOCKS_PER_SM": t.blocks, "SHARED": t.shared,
-        "WITH_MINS": int(a.dtype in WITH_MINS), "ONE_MATRIX": int(n_matrices == 1),
+        "ROWS": t.rows, "COLUMNS": t.columns, "SETS_16": t.sets, "STAGES": t.stages, "SPLITS": t.splits,
+        "BLOCKS_PER_SM": t.blocks, "SHARED": t.shared, "WITH_MINS": int(a.dtype in WITH_MINS),
+        "ONE_MATRIX": int(n_matrices == 1),
     }  # fmt: skip
-    mems = [a, *activations, bias or d, d]
-    numbers = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3]
-    groups = -(-n // t.columns), -(-a.ne[1] // t.rows), n_matrices
-    if bias is not None:
-        flags["ADDED"] = 1
-    kernel = kernels(PACKAGE)["mul_mat_mma"]
-    made = launch(kernel, [*mems, *numbers], groups, MMA_WG, **flags, **_align(a))
-    return [*forms, replace(made, shared=t.shared)]
+    added: dict[str, str | int] = {"ADDED": 1} if bias is not None else {}
+    whole, found = (a.ne[1], n, n_matrices, t.splits), kernels(PACKAGE)
+    parts = Scratch(4 * math.prod(whole)).mem(DType.F32, whole) if t.splits > 1 else d
+    k_tiles = -(-a.ne[0] // 256)
+    numbers = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3], -(-k_tiles // t.splits)
+    groups = -(-n // t.columns) * t.splits, -(-a.ne[1] // t.rows), n_matrices
+    mems = [a, *activations, bias or d, parts, d]
+    if t.splits > 1:
+        last: list[Step] = [elementwise(target, found["add_splits"], [parts, bias or d, d], **added)]
+    else:
+        last, flags = [], flags | added
+    made = launch(found["mul_mat_mma"], [*mems, *numbers], groups, MMA_WG, **flags, **_align(a))
+    return [*forms, replace(made, shared=t.shared), *last]
 
 
 def _few_columns(node: Tensor, target: Target) -> str | None:
