@@ -153,11 +153,12 @@ def test_what_computes_a_product_hangs_on_the_card_and_the_columns() -> None:
     def way(target: Target, n: int, a: object = w) -> str:
         return products._way(target, a, n).name  # type: ignore[arg-type]
 
-    for capability in (80, 86, 89, 90, 100, 120):
+    for capability, most in ((80, 1023), (86, None), (89, None), (90, 255), (100, 127), (120, None)):
         target = replace(CARD, capability=capability)
-        assert [way(target, n) for n in (1, 8, 9, 255)] == ["FEW", "FEW", "MMA", "MMA"]
-        assert way(target, 256) == ("BLAS" if capability in (80, 90, 100) else "MMA")
-        assert way(replace(target, blas=False), 256) == "MMA"
+        assert [way(target, n) for n in (1, 8, 9, most or 4096)] == ["FEW", "FEW", "MMA", "MMA"]
+        if most is not None:
+            assert way(target, most + 1) == "BLAS"
+            assert way(replace(target, blas=False), most + 1) == "MMA"
         assert [way(target, n, f) for n in (8, 9)] == ["FEW", "BLAS"]
     assert [way(TURING, n) for n in (32, 33)] == ["FEW", "BLAS"]
 

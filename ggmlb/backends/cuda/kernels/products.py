@@ -47,7 +47,7 @@ instructions' throughput, to be measured."""
 MMA = 80
 """Oldest compute capability with `mul_mat_mma`."""
 
-BLAS_COLUMNS = {80: 256, 90: 256, 100: 256}
+BLAS_COLUMNS = {80: 1024, 90: 256, 100: 128}
 """Fewest columns for which cuBLAS multiplies quantised weights as f16, where `mul_mat_mma` can: capabilities
 whose tensor cores are as fast with f16 as with bytes scaled by the other pipes. Estimated (docs/cuda.md)."""
 
@@ -280,7 +280,7 @@ def _by_mma(
         "BLOCKS_PER_SM": t.blocks, "SHARED": t.shared, "WITH_MINS": int(a.dtype in WITH_MINS),
         "ONE_MATRIX": int(n_matrices == 1),
     }  # fmt: skip
-    added: dict[str, str | int] = {"ADDED": 1} if bias is not None else {}
+    added = {"ADDED": 1} if bias is not None else {}
     whole, found = (a.ne[1], n, n_matrices, t.splits), kernels(PACKAGE)
     parts = Scratch(4 * math.prod(whole)).mem(DType.F32, whole) if t.splits > 1 else d
     k_tiles = -(-a.ne[0] // 256)
@@ -290,7 +290,8 @@ def _by_mma(
     if t.splits > 1:
         last: list[Step] = [elementwise(target, found["add_splits"], [parts, bias or d, d], **added)]
     else:
-        last, flags = [], flags | added
+        last = []
+        flags.update(added)
     made = launch(found["mul_mat_mma"], [*mems, *numbers], groups, MMA_WG, **flags, **_align(a))
     return [*forms, replace(made, shared=t.shared), *last]
 
