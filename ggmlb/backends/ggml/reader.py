@@ -146,7 +146,7 @@ class Reader:
         Args:
             address: The node's.
             is_fixed: Whether its result is in the device's memory already, so that no other backend can
-                compute it: the CPU of ggmlb does it then (`Segment`).
+                compute it: the CPU of ggmlb does it then (`NodeRun`).
         """
         c = CTensor(self.library, address)
         sources = {s: CTensor(self.library, s) for s in (*c.src, c.view_src) if s}
@@ -193,7 +193,7 @@ class Reader:
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def graph(self, addresses: Sequence[int]) -> tuple[list[Segment], tuple[list[CTensor], ...]]:
+    def graph(self, addresses: Sequence[int]) -> tuple[list[NodeRun], tuple[list[CTensor], ...]]:
         """Return a graph of C nodes, and the C tensors read: nodes, what these refer to, the others.
 
         Raises:
@@ -203,7 +203,7 @@ class Reader:
         library, place = self.library, self._place
         read: dict[int, CTensor] = {}
         tensors: dict[int, Tensor] = {}
-        runs: list[tuple[bool, list[Tensor]]] = []
+        groups: list[tuple[bool, list[Tensor]]] = []
         mine = set(addresses)
 
         def c_tensor(at: int) -> CTensor:
@@ -246,16 +246,16 @@ class Reader:
                 continue
             is_packed = bool(node.src) and node.src[0] is not None and self._is_packed(node.src[0])
             by_cpu = why is not None or (is_packed and self._device.declines(node) is not None)
-            if not runs or by_cpu or runs[-1][0]:
-                runs.append((by_cpu, []))
-            runs[-1][1].append(node)
-        segments = [Segment(nodes, by_cpu) for by_cpu, nodes in runs]
+            if not groups or by_cpu or groups[-1][0]:
+                groups.append((by_cpu, []))
+            groups[-1][1].append(node)
+        runs = [NodeRun(nodes, by_cpu) for by_cpu, nodes in groups]
         direct = {s for c in inside for s in (*c.src, c.view_src)}
         levels: tuple[list[CTensor], ...] = (inside, [], [])
         for c in read.values():
             if c.address not in mine:
                 levels[1 if c.address in direct else 2].append(c)
-        return segments, levels
+        return runs, levels
 
     def _can_use(self, tensor: Tensor) -> bool:
         return tensor.buffer is not None and self._device.supports_buft(tensor.buffer.buft)
@@ -275,7 +275,7 @@ def _members(enum: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
 # -- known graphs ----------------------------------------------------------------------------------
 
 
-class Segment:
+class NodeRun:
     """Nodes of a graph that one stream computes: the device's, or the CPU's for one that the device declines.
 
     Args:
@@ -333,13 +333,13 @@ class Known:
     """A graph that was read, and the C memory that it was read from.
 
     Attributes:
-        segments: The graph.
+        runs: The graph.
         ranges: Address and bytes of each range of C tensors. Those of the nodes are first: if they are
             unchanged, the tensors that they refer to still exist, and may be read; these come next.
         buffers: The buffers of its tensors.
     """
 
-    segments: list[Segment]
+    runs: list[NodeRun]
     ranges: tuple[tuple[int, bytes], ...]
     buffers: frozenset[Buffer | None]
 
@@ -360,7 +360,7 @@ class KnownGraphs:
         self._graphs: OrderedDict[bytes, list[Known]] = OrderedDict()
         self._n_nodes = 0
 
-    def find(self, pointers: bytes) -> list[Segment]:
+    def find(self, pointers: bytes) -> list[NodeRun]:
         """Return the graph of an array of node pointers, read anew if a tensor has changed.
 
         Raises:
@@ -370,17 +370,17 @@ class KnownGraphs:
         self._graphs.move_to_end(pointers)
         found = next((known for known in same if known.is_current()), None)
         if found is None:
-            segments, levels = self._reader.graph(memoryview(pointers).cast("Q").tolist())
+            runs, levels = self._reader.graph(memoryview(pointers).cast("Q").tolist())
             ranges = tuple(found for level in levels for found in _ranges(level))
-            buffers = frozenset(b for s in segments for b in (*s.graph.memory(), *s.copied()))
-            found = Known(segments, ranges, buffers)
+            buffers = frozenset(b for r in runs for b in (*r.graph.memory(), *r.copied()))
+            found = Known(runs, ranges, buffers)
             same.append(found)
             del same[:-MOST_ALIKE]
             self._n_nodes += len(pointers) // 8
             while self._n_nodes > MOST_NODES and len(self._graphs) > 1:
                 gone, graphs = self._graphs.popitem(last=False)
                 self._n_nodes -= len(gone) // 8 * len(graphs)
-        return found.segments
+        return found.runs
 
     def forget(self, buffers: Iterable[Buffer]) -> None:
         """Drop the graphs that use one of the buffers."""

@@ -582,8 +582,8 @@ class GgmlRegistration:
             return _FAILED
         nodes, n = c["graph_nodes"](graph), c["graph_n_nodes"](graph)
         self.n_graphs += 1
-        for segment in stream.known.find(ctypes.string_at(nodes, 8 * n)):
-            status = segment.compute(stream.backend, stream.cpu)
+        for run in stream.known.find(ctypes.string_at(nodes, 8 * n)):
+            status = run.compute(stream.backend, stream.cpu)
             if status:
                 return status
         return 0
