@@ -218,6 +218,19 @@ def random_model(folder: Path, kind: str, dtype: str) -> Path:
     return path if path.exists() else write_text_model(path, kind, dtype)
 
 
+@pytest.mark.parametrize(
+    ("kind", "n_layer"), [("gemma2", 46), ("gemma3", 62), ("exaone4", 64), ("command-r", 64)]
+)
+def test_variants_by_the_number_of_layers(
+    check: Callable[..., None], folder: Path, kind: str, n_layer: int
+) -> None:
+    path = folder / f"{kind}-{n_layer}.gguf"
+    changes = {"attention.sliding_window": 8} if kind == "exaone4" else {}
+    write_text_model(path, kind, "q8_0", n_layer, changes=changes)
+    check(path, random_sequences()[:2], PLACES["LLVM"])
+    path.unlink()
+
+
 BY_LAYER = {
     "gemma2": np.array([0, 1, 1], np.int32),
     "gemma3": [True, False, True, True, False, False, True],

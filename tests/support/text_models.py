@@ -210,6 +210,9 @@ def write_text_model(
         if arch == "olmo2":
             norm(at + "attn_q_norm.weight", n_q)
             norm(at + "attn_k_norm.weight", n_kv)
+        if arch == "command-r" and n_layer >= 64:
+            vector(at + "attn_q_norm.weight", N_HEAD, N_KEY, around=1.0)
+            vector(at + "attn_k_norm.weight", N_HEAD_KV, N_KEY, around=1.0)
         if arch == "gpt-oss":
             vector(at + "attn_output.bias", N_EMBD)
             vector(at + "attn_sinks.weight", N_HEAD, around=1.0)
