@@ -325,10 +325,13 @@ def test_options_that_are_wrong(models: Callable[..., Path]) -> None:
 def test_an_unknown_architecture_names_those_that_are_known(
     tmp_path: Path, models: Callable[..., Path]
 ) -> None:
-    raw = models().read_bytes().replace(b"llama", b"lamma")
-    (tmp_path / "m.gguf").write_bytes(raw)
-    with pytest.raises(ModelError, match=r"'lamma' is not known.*llama.*qwen3"):
-        TextModel(tmp_path / "m.gguf")
+    for name, says in (
+        ("lamma", r"'lamma' is not known; did you mean 'llama'\?; llama.cpp computes others.*llama-cpp.md"),
+        ("qqqqq", r"'qqqqq' is not known; known: .*gpt-oss.*llama.*qwen3, .*; llama.cpp"),
+    ):
+        (tmp_path / "m.gguf").write_bytes(models().read_bytes().replace(b"llama", name.encode()))
+        with pytest.raises(ModelError, match=says):
+            TextModel(tmp_path / "m.gguf")
 
 
 def test_a_session_computes_what_is_new(models: Callable[..., Path], tmp_path: Path) -> None:

@@ -57,12 +57,12 @@ def read_config(file: GgufFile) -> TextConfig:
         ModelError: The architecture is unknown, or metadata is missing, wrong or contradictory.
     """
     name = file.metadata.text("general.architecture")
-    if name not in architectures():
+    if name not in _known and name not in architectures():
         _load(name)
     if name not in _known:
         raise ModelError(
-            f"{file.path}: the architecture {name!r} is not known{did_you_mean(name, _known)}; "
-            f"known are {', '.join(sorted(_known))}"
+            f"{file.path}: the architecture {name!r} is not known{did_you_mean(name, sorted(_known))}; "
+            "llama.cpp computes others on ggmlb's devices, see docs/llama-cpp.md"
         )
     return _known[name](Keys(file, name))
 
