@@ -14,12 +14,11 @@ from ggmlb import Backend, Buffer, Context, Device, DeviceType, DType, Graph, Op
 from ggmlb.core.errors import BackendError
 from ggmlb.models.rates import Rates
 from ggmlb.models.runs import Runs
-from ggmlb.models.text.attention import AttentionGraph
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost, TokenCosts
 from ggmlb.models.text.experts import ExpertCache
-from ggmlb.models.text.graph import TextGraph, computed_mask
+from ggmlb.models.text.graph import ATTENTION, TextGraph, computed_mask
 from ggmlb.models.text.kv_cache import FREE, KvCache, SequenceCache
 from ggmlb.models.text.step import LensGraph, StepGraph
 
@@ -52,9 +51,6 @@ Those of few tokens: `CELLS` times a number of this many leading bits; others: a
 
 MAX_QUEUED = 16
 """Number of queued batches without outputs at which the host waits: each holds uploads in host memory."""
-
-ATTENTION = "attn_weights"
-"""The name of attention weights in a layer."""
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -325,6 +321,7 @@ class Decoder(BaseDecoder[KvCache]):
         cells = memory.find_cells(len(batch))
         memory.occupy(cells, sequences, positions)
         n_kv = self._n_kv(len(batch))
+        weighed = tuple(int(name.split(".")[1]) for name in traced if name.endswith(ATTENTION))
         found = [
             np.empty((0, self._config.n_vocab if output == "logits" else self._config.n_embd), np.float32)
         ]
@@ -334,7 +331,8 @@ class Decoder(BaseDecoder[KvCache]):
                 end = start + self._part(len(batch) - start)
                 chosen = [i for i, token in enumerate(batch[start:end]) if token.wants_logits]
                 part = slice(start, end)
-                graph = self._graph(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
+                tokens = ids[part], sequences[part], positions[part], cells[part]
+                graph = self._graph(*tokens, chosen, n_kv, weighed)
                 padded = _filled(positions[part], graph.ids.ne[0])
                 self._start(graph, padded, end - start, traced)
                 if chosen:
@@ -379,7 +377,7 @@ class Decoder(BaseDecoder[KvCache]):
                         "its tokens are in the KV cache, because an earlier batch failed; start it again"
                     )
 
-    def _new_graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
+    def _new_graph(self, n_tokens: int, n_out: int, n_kv: int, weighed: Sequence[int] = ()) -> TextGraph:
         sizes = (n_tokens, n_out, n_kv)
         graph = TextGraph(
             self._config,
@@ -389,6 +387,7 @@ class Decoder(BaseDecoder[KvCache]):
             self._experts,
             self.changes,
             self._computes_masks,
+            weighed,
         )
         for (_, memory), node in graph.computed.items():
             while node.op is not Op.NONE:  # up to the inputs
@@ -415,8 +414,12 @@ class Decoder(BaseDecoder[KvCache]):
         cells: npt.NDArray[np.int64],
         chosen: Sequence[int],
         n_kv: int,
+        weighed: Sequence[int],
     ) -> TextGraph:
-        """Return the graph of tokens that see `n_kv` cells, with its inputs; `chosen` tokens have outputs."""
+        """Return the graph of tokens that see `n_kv` cells, with its inputs; `chosen` tokens have outputs.
+
+        Attention weights of the layers `weighed` are computed, too.
+        """
         memory = self._memory
         n = len(ids)
         n_tokens = _padded(n)
@@ -425,7 +428,8 @@ class Decoder(BaseDecoder[KvCache]):
         if n_tokens > n:
             cells = np.concatenate([cells, memory.n_cells + np.arange(n_tokens - n)])
         sizes = (n_tokens, n_out, n_kv)
-        graph: TextGraph = self._runs.get((*sizes, self.changes.key), lambda: self._new_graph(*sizes))
+        key = (*sizes, self.changes.key, *weighed)
+        graph: TextGraph = self._runs.get(key, lambda: self._new_graph(*sizes, weighed))
         outputs = _filled(np.array(chosen, np.int32), n_out)
         graph.set_inputs(_filled(ids, n_tokens), *filled, cells, outputs)
         return graph
@@ -439,42 +443,14 @@ class Decoder(BaseDecoder[KvCache]):
         return found
 
     def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
-        """Compute a batch; return node values by name; attention weights are computed from the KV cache."""
-        layers = [int(name.split(".")[1]) for name in names if name.endswith(ATTENTION)]
-        queries = {layer: f"blk.{layer}.attn_q_rope" for layer in layers}
-        nodes = {name for name in names if not name.endswith(ATTENTION)}
-        found = super().trace(batch, nodes.union(queries.values()))
-        if layers:
-            attention = self._attention(batch, {layer: found[name] for layer, name in queries.items()})
-            found |= {f"blk.{layer}.{ATTENTION}": weights for layer, weights in attention.items()}
-        return {name: found[name] for name in names}
-
-    def _attention(self, batch: Sequence[Token], queries: Mapping[int, Array]) -> dict[int, Array]:
-        """Return the attention weights of a batch of one sequence, whose keys are in the cache, by layer.
-
-        Args:
-            batch: The tokens.
-            queries: Rotated queries of each layer.
-
-        Returns:
-            Shape `(n_head, n_tokens, n_seen)`, over the sequence's tokens by position.
-        """
-        memory, n = self._memory, len(batch)
-        n_kv = self._n_kv()
-        sequence = batch[0].sequence
-        positions = np.array([token.position for token in batch], np.int32)
-        masks = self._masks(np.full(n, sequence, np.int32), positions, n_kv)
-        cells = np.flatnonzero(memory.sequence == sequence)
+        """Compute a batch; return node values by name, attention weights over the sequence's own tokens."""
+        found, memory = super().trace(batch, names), self._memory
+        cells = np.flatnonzero(memory.sequence == batch[0].sequence)
         cells = cells[np.argsort(memory.position[cells])]
-        layers = tuple(queries)
-        graph: AttentionGraph = self._runs.get(
-            (ATTENTION, layers, n, n_kv),
-            lambda: AttentionGraph(self._config, self._weights, memory, layers, n, n_kv),
-        )
-        graph.set_inputs(queries, masks)
-        self._runs.start(graph)
-        read = self._runs.read
-        return {layer: read(y).reshape(-1, n, n_kv)[..., cells] for layer, y in graph.weights.items()}
+        for name in names:
+            if name.endswith(ATTENTION):
+                found[name] = found[name].transpose(1, 0, 2)[..., cells]
+        return found
 
     def _n_kv(self, n_tokens: int = 0) -> int:
         """Return how many cells a graph of `n_tokens` reads; few different numbers where a GPU computes."""
@@ -489,11 +465,6 @@ class Decoder(BaseDecoder[KvCache]):
     def _least_cells(self, n_tokens: int) -> int:
         """Return the least number of cells that a graph of `n_tokens` reads, of a large cache."""
         return LEAST_CELLS if n_tokens > N_OUT and self._is_coarse else CELLS
-
-    def _masks(
-        self, sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], n_kv: int
-    ) -> list[npt.NDArray[np.float16]]:
-        return [self._memory.mask(sequences, positions, n_kv, window) for window in self._windows]
 
 
 def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArray[np.int32]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import BufferType, Context, DType, Tensor
-from ggmlb.models.text.blocks.attention import attend
+from ggmlb.models.text.blocks.attention import attend, attention_weights
 from ggmlb.models.text.experts import KINDS
 from ggmlb.models.text.step import StepGraph
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 MAX_UPLOADED = 64 << 10
 """Largest attention mask that the host computes, if a device can [bytes]."""
+
+ATTENTION = "attn_weights"
+"""The name of attention weights in a layer."""
 
 
 class LayersGraph(StepGraph):
@@ -144,7 +147,8 @@ class TextGraph(LayersGraph):
     Positions, cells and masks are inputs: one graph serves every step of its sizes.
 
     `n_tokens` includes padding; `n_out` tokens have outputs. Masks larger than `MAX_UPLOADED` are computed by
-    the devices of which `computes_masks` has the memory.
+    the devices of which `computes_masks` has the memory. Of the layers in `traced`, the weights of attention
+    are computed, too, which the fused op does not store.
 
     Attributes:
         ids: Input: token numbers, i32 `[n_tokens]`.
@@ -171,9 +175,11 @@ class TextGraph(LayersGraph):
         cache: ExpertCache | None,
         changes: Changes,
         computes_masks: Collection[BufferType] = (),
+        traced: Collection[int] = (),
     ) -> None:
         super().__init__(config, weights, memory.n_cells > config.n_ctx_orig, changes)
         self._cache = cache
+        self._traced = traced
         self._memory = memory
         self._n_kv = n_kv
         self._n_tokens = n_tokens
@@ -232,15 +238,15 @@ class TextGraph(LayersGraph):
         keys, values = self._memory.keys[layer], self._memory.values[layer]
         cached_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], key.ne[2]), self.cells)
         cached_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], value.ne[2]), self.cells)
-        return attend(
-            ctx,
-            a,
-            ctx.permute(query, 0, 2, 1, 3),
-            heads_of(ctx, cached_keys, a.n_key, self._n_kv, a.n_head_kv),
-            heads_of(ctx, cached_values, a.n_value, self._n_kv, a.n_head_kv),
-            self._mask(layer),
-            a.sinks(self.weights, layer),
-        )
+        query = ctx.permute(query, 0, 2, 1, 3)
+        keys = heads_of(ctx, cached_keys, a.n_key, self._n_kv, a.n_head_kv)
+        values = heads_of(ctx, cached_values, a.n_value, self._n_kv, a.n_head_kv)
+        mask, sinks = self._mask(layer), a.sinks(self.weights, layer)
+        if layer in self._traced:
+            weights = ctx.permute(attention_weights(ctx, a, query, keys, mask, sinks), 0, 2, 1, 3)
+            weights = self.label(f"blk.{layer}.{ATTENTION}", ctx.cont(weights), a.n_head, self._n_kv)
+            self.graph.build_forward_expand(weights)
+        return attend(ctx, a, query, keys, values, mask, sinks)
 
     def _mask(self, layer: int) -> Tensor:
         """Return the attention mask of a layer: an input, or computed where the layer's keys are."""

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.inspect.html import Raw, escape, table
-from ggmlb.models.text.decoder import ATTENTION, Array, Floats, Token
+from ggmlb.models.text.decoder import Array, Floats, Token
 from ggmlb.models.text.generation import Engine
+from ggmlb.models.text.graph import ATTENTION
 
 N_SHOWN = 12
 """Most tokens of a prompt in a picture: the last ones."""
