@@ -43,12 +43,12 @@ class GraphAllocator(Freeable):
         keep_inputs: Never overwrite inputs, so that a graph can be computed again without setting them
             again; ggml does overwrite them.
         separate: Give each of `bufts` its own memory, even if listed twice.
+        before_free: Called before buffers are replaced by larger ones, as queued work may use them.
 
     Attributes:
         bufts: The buffer types, by index.
         n_plans: Number of plans made.
         n_reallocs: Number of allocations; constant after `reserve`.
-        before_free: Called before buffers are replaced by larger ones, as queued work may use them.
 
     Raises:
         ArgumentError: No buffer type was given.
@@ -60,16 +60,17 @@ class GraphAllocator(Freeable):
         *,
         keep_inputs: bool = False,
         separate: bool = False,
+        before_free: Callable[[], object] = lambda: None,
     ) -> None:
         self.bufts = (bufts,) if isinstance(bufts, BufferType) else tuple(bufts)
         if not self.bufts:
             raise ArgumentError("a GraphAllocator needs at least one buffer type")
         self._memories = Memories(self.bufts, separate)
         self._plans: deque[Plan] = deque(maxlen=MAX_PLANS)
+        self._before_free = before_free
         self._stays = TensorFlag.OUTPUT | (TensorFlag.INPUT if keep_inputs else 0)
         self.n_plans = 0
         self.n_reallocs = 0
-        self.before_free: Callable[[], object] = lambda: None
 
     # -- reserving -----------------------------------------------------------------------------
 
@@ -307,7 +308,7 @@ class GraphAllocator(Freeable):
 
     def _adopt(self, plan: Plan) -> None:
         """Allocate the plan's memory, and move it to the front of the cache."""
-        if self._memories.grow(plan.peaks, self.before_free):
+        if self._memories.grow(plan.peaks, self._before_free):
             self.n_reallocs += 1
         if plan in self._plans:
             self._plans.remove(plan)

@@ -123,11 +123,13 @@ class Scheduler(Freeable):
         }
         self._n_copies = n_copies if parallel else 1
         separate = self._n_copies > 1
-        self._allocator = GraphAllocator(
-            (*self._bufts, self._host_memory()), keep_inputs=True, separate=separate
-        )
-        self._allocator.before_free = self.synchronize
         self._executor = Executor(self._backends, self._n_copies)
+        self._allocator = GraphAllocator(
+            (*self._bufts, self._host_memory()),
+            keep_inputs=True,
+            separate=separate,
+            before_free=self._executor.synchronize,
+        )
         rules = AssignRules(self._backends, self._bufts, op_offload, strict, separate)
         pairs = itertools.combinations(range(self.n_backends), 2)
         # Streams order the work of different graphs, unless backends use each other's memory or write ahead.
