@@ -68,7 +68,7 @@ class CountingDriver(Driver):
         return 1
 
     def facts(self, device: int) -> Facts:
-        return Facts("Counting", "0000:01:00.0", 89, 128, 24 << 30, False)
+        return Facts("Counting", "0000:01:00.0", 89, 128, 100 << 10, 24 << 30, False)
 
     def on(self, device: int) -> AbstractContextManager[None]:
         return nullcontext()
