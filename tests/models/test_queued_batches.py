@@ -29,7 +29,7 @@ def tokens_of(sequence: int, numbers: list[int], start: int = 0, wants: bool = T
     return [Token(n, sequence, start + i, wants and i == last) for i, n in enumerate(numbers)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba"])
 def test_a_prompt_is_queued_batch_by_batch(
     models: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,9 +52,9 @@ def test_a_prompt_is_queued_batch_by_batch(
                     decoder.decode(
                         tokens_of(sequence, PROMPT[start + 16 : start + 32], start + 16, wants=False)
                     )
-            assert not waits
+            assert len(waits) == (kind == "mamba")  # it clears the states of a new sequence
             found = decoder.decode(tokens_of(sequence, PROMPT[160:], 160))
-            assert len(waits) == 1
+            assert len(waits) == 1 + (kind == "mamba")
             assert np.abs(found - expected).max() < 2e-2
 
 
@@ -138,6 +138,22 @@ def test_a_failed_batch_loses_those_queued_before_it(
             decoder.decode(tokens_of(3, PROMPT[:5]))
         assert {*memory.sequence.tolist()} == {FREE, 1}, "what was computed before stays"
         with pytest.raises(BackendError, match="sequence 2 continues at position 20, but only 0 of its"):
+            decoder.decode(tokens_of(2, PROMPT[20:40], 20))
+        found = decoder.decode(tokens_of(2, PROMPT[:40]))
+        assert np.abs(found - expected).max() < 1e-4
+
+
+def test_a_failed_step_of_a_recurrent_model_loses_those_queued_before_it(
+    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TextModel(models("mamba"), n_ctx=256, **ON_OPENCL) as model:
+        decoder = model._engine.decoder
+        expected = decoder.decode(tokens_of(1, PROMPT[:40]))
+        decoder.decode(tokens_of(2, PROMPT[:20], wants=False))
+        with monkeypatch.context() as patch, pytest.raises(BackendError, match="lost"):
+            patch.setattr(Runs, "wait", lambda self: (_ for _ in ()).throw(BackendError("lost")))
+            decoder.decode(tokens_of(3, PROMPT[:4]))
+        with pytest.raises(ArgumentError, match="continues at position 20, but its states hold 0 tokens"):
             decoder.decode(tokens_of(2, PROMPT[20:40], 20))
         found = decoder.decode(tokens_of(2, PROMPT[:40]))
         assert np.abs(found - expected).max() < 1e-4

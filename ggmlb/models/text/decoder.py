@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -104,6 +105,13 @@ class BaseDecoder(ABC, Generic[Cache]):
         self.changes = changes
         self._runs: Runs[Hashable, Any] = Runs(backends, parallel=n_ubatch > 0)
         self._n_ubatch = n_ubatch
+        waiting = weakref.WeakMethod(self.wait)  # the memory must not keep the decoder
+
+        def wait() -> None:
+            if (method := waiting()) is not None:
+                method()
+
+        memory.before_access = wait
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -145,6 +153,10 @@ class BaseDecoder(ABC, Generic[Cache]):
             AllocationError: The cache is full, or a device lacks room.
         """
         return self._compute(batch, "logits", {})
+
+    def wait(self) -> None:
+        """Wait for the queued batches."""
+        self._runs.wait()
 
     def hidden(self, batch: Sequence[Token]) -> Floats:
         """Compute a batch, cache it, and return normalised hidden states, shape `(n, n_embd)`."""
@@ -269,7 +281,6 @@ class Decoder(BaseDecoder[KvCache]):
         self._is_coarse = any(b.device.type is DeviceType.GPU for b in apart)
         self._queued: list[npt.NDArray[np.int64]] = []  # the cells of batches that may not be done
         self._lost: set[int] = set()
-        memory.before_access = self.wait
 
     def _largest(self) -> Iterator[TextGraph]:
         for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH)):
@@ -282,7 +293,7 @@ class Decoder(BaseDecoder[KvCache]):
         """Compute a batch and return its logits; a single token with `is_view` takes a faster path."""
         if is_view and len(batch) == 1 and batch[0].wants_logits:
             return self._next(batch[0])
-        return super().decode(batch)
+        return self._compute(batch, "logits", {}, is_view)
 
     def _next(self, token: Token) -> Floats:
         """Compute one token, as most steps do; return its logits, which the next batch overwrites."""
@@ -304,10 +315,11 @@ class Decoder(BaseDecoder[KvCache]):
         self._queued.clear()
         return logits
 
-    def _compute(self, batch: Sequence[Token], output: str, traced: Traced) -> Floats:
+    def _compute(self, batch: Sequence[Token], output: str, traced: Traced, is_view: bool = False) -> Floats:
         """As `BaseDecoder._compute`; without outputs, the batch is only queued.
 
         Then the host prepares the next batch while the devices compute; errors are raised by a later call.
+        With `is_view`, the result may be a view that the next batch overwrites.
         """
         memory = self._memory
         if self._lost:
@@ -337,7 +349,8 @@ class Decoder(BaseDecoder[KvCache]):
                 self._start(graph, padded, end - start, traced)
                 if chosen:
                     rows = self._runs.read(getattr(graph, output)).reshape(-1, found[0].shape[1])
-                    found.append(rows[: len(chosen)].copy())
+                    is_whole = is_view and end - start == len(batch)
+                    found.append(rows[: len(chosen)] if is_whole else rows[: len(chosen)].copy())
                     self._queued.clear()
                 start = end
             if not chosen:
@@ -351,7 +364,7 @@ class Decoder(BaseDecoder[KvCache]):
 
     def wait(self) -> None:
         """Wait for the queued batches."""
-        self._runs.wait()
+        super().wait()
         self._queued.clear()
 
     def _fail(self, cells: npt.NDArray[np.int64]) -> None:

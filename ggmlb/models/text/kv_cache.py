@@ -40,6 +40,7 @@ class SequenceCache(ABC):
         buffers: The memory.
         nbytes: Size of all tensors [bytes].
         has_nan: Whether the memory may hold NaN.
+        before_access: Called before the host reads or writes the tensors: waits for queued work.
 
     Raises:
         AllocationError: A device lacks room.
@@ -58,6 +59,7 @@ class SequenceCache(ABC):
         self.n_cells = n_cells
         self.dtype = dtype
         self.has_nan = False
+        self.before_access: Callable[[], object] = lambda: None
         self.tensors: dict[str, dict[int, Tensor]] = {}
         self._all: list[Tensor] = []
         contexts: dict[int, tuple[Context, Backend]] = {}
@@ -131,7 +133,6 @@ class KvCache(SequenceCache):
         keys: By layer, `[n_key * n_head_kv, n_cells + SPARE]`.
         values: By layer, `[n_value * n_head_kv, n_cells + SPARE]`.
         n_used: Number of cells up to the last one in use.
-        before_access: Called before keys and values are read or written by the host: waits for queued work.
 
     Raises:
         ArgumentError: The type's blocks do not divide a head.
@@ -153,7 +154,6 @@ class KvCache(SequenceCache):
         super().__init__(homes, n_cells, dtype, kinds)
         self.keys, self.values = self.tensors["cache_k"], self.tensors["cache_v"]
         self.n_used = 0
-        self.before_access: Callable[[], object] = lambda: None
         self._first_free = 0  # no cell before it is free
         self._rows: dict[tuple[int, int], _MaskRow] = {}
         self.sequence = np.full(n_cells, FREE, np.int32)

@@ -8,7 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from ggmlb.core.errors import ArgumentError
-from ggmlb.models.text.decoder import N_BATCH, N_OUT, BaseDecoder, Floats, Token, Traced, largest_batches
+from ggmlb.models.text.decoder import (
+    MAX_QUEUED,
+    N_BATCH,
+    N_OUT,
+    BaseDecoder,
+    Floats,
+    Token,
+    Traced,
+    largest_batches,
+)
 from ggmlb.models.text.graph import RecurrentGraph
 from ggmlb.models.text.state_cache import StateCache
 
@@ -17,9 +26,17 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
     """Decoder of models with recurrent states (Mamba) instead of a KV cache.
 
     A batch is computed in steps, each of the same number of tokens of some sequences: powers of two, so that
-    few graphs serve all batches, though there can be no padding tokens. Where a step fails, the sequences of
-    the batch are removed.
+    few graphs serve all batches, though there can be no padding tokens. Steps without outputs are only
+    queued. Where a step fails, the sequences of the batch, and of those queued before it, are removed.
     """
+
+    _queued: Sequence[int] = ()
+    """The sequences of the steps queued since the last wait."""
+
+    def wait(self) -> None:
+        """Wait for the queued steps."""
+        super().wait()
+        self._queued = ()
 
     def _largest(self) -> Iterator[RecurrentGraph]:
         n_most = 1 << (self._memory.spare - 1).bit_length()
@@ -53,8 +70,9 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
                         del left[sequence]
                 rows |= self._step(batch, step, output, traced)
         except BaseException:  # states include a part of the batch
-            for token in batch:
-                self._memory.remove(token.sequence)
+            for sequence in {*self._queued, *(token.sequence for token in batch)}:
+                self._memory.remove(sequence)
+            self._queued = ()
             raise
         found = [rows[i] for i, token in enumerate(batch) if token.wants_logits]
         return np.stack(found) if found else np.zeros((0, 0), np.float32)
@@ -98,9 +116,11 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
             memory.advance(sequence, n_tokens)
         found = getattr(graph, output)
         if found is None:
-            if not self._n_ubatch:
-                self._runs.wait()
+            self._queued = (*self._queued, *step)
+            if len(self._queued) > MAX_QUEUED:
+                self.wait()
             return {}
         table = self._runs.read(found).reshape(n_out, -1)
+        self._queued = ()
         at = wanted if n_out == n else range(len(wanted))
         return {places[j]: table[row].copy() for j, row in zip(wanted, at, strict=True)}

@@ -70,6 +70,7 @@ class StateCache(SequenceCache):
                     f"a sequence needs a slot for its states, but other sequences use all {self.spare}: end "
                     "one of them (Session.close)"
                 )
+            self.before_access()
             for tensor in self._all:
                 tensor.memset(0, slot * tensor.nb[1], tensor.nb[1])
             self._slots[sequence] = slot
@@ -94,6 +95,7 @@ class StateCache(SequenceCache):
         """Return a sequence's positions and recurrent states, the states by tensor name."""
         found: dict[str, npt.NDArray[Any]] = {"positions": np.arange(self.length(sequence), dtype=np.int32)}
         slot = self._slots.get(sequence, self.spare)
+        self.before_access()
         for tensor in self._all:
             found[tensor.name] = tensor.get(slot * tensor.nb[1], tensor.nb[1])
         return found
@@ -107,6 +109,7 @@ class StateCache(SequenceCache):
         if not n:
             return
         slot = self.slot_of(sequence)
+        self.before_access()
         for tensor in self._all:
             tensor.set(state[tensor.name], slot * tensor.nb[1])
         self._lengths[sequence] = n
