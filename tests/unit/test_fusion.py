@@ -117,6 +117,28 @@ def test_routing(ctx: Maker, is_sorted: bool) -> None:
         assert found(weights) == [(*first, "total", "clamp", "div")]
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_routing_by_the_soft_max_of_chosen_logits(ctx: Maker, is_sorted: bool) -> None:
+    """The view of the logits is moved before the first node, which is the choice."""
+    logits = ctx.relu(ctx.f32(8, 3))
+    chosen = (ctx.argsort_top_k if is_sorted else ctx.top_k)(logits, 2)
+    product = ctx.mul_mat_id(ctx.f32(4, 4, 8), ctx.f32(4, 1, 3), chosen)
+    picked = ctx.get_rows(ctx.reshape_3d(logits, 1, 8, 3), chosen)
+    weights = ctx.soft_max(ctx.reshape_2d(picked, 2, 3))
+    graph = Graph().build_forward_expand(product, weights)
+    assert groups(graph) == []
+    gather(graph, lambda group: group.pattern == "routing")
+    group = graph.marks[weights]
+    assert isinstance(group, Group)
+    first = ("sorted", "chosen") if is_sorted else ("chosen",)
+    assert tuple(group.parts) == (*first, "weights", "shares")
+    assert graph.nodes.index(weights) < graph.nodes.index(product)
+    places = {node: i for i, node in enumerate(graph.nodes)}
+    assert all(places.get(s, -1) < places[node] for node in graph.nodes for s in node.src if s is not None)
+    other = ctx.soft_max(ctx.reshape_2d(ctx.get_rows(ctx.f32(1, 8, 3), chosen), 2, 3))
+    assert found(other) == []  # weights of something else
+
+
 def test_experts_that_others_read_are_kept_and_shares_forbid_routing(ctx: Maker) -> None:
     weights = routed(ctx)
     chosen, shares = (next(n for n in Graph().build_forward_expand(weights).nodes if n.op is op)

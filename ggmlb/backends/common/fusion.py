@@ -25,7 +25,8 @@ names:
                       [`up` [`up_add`]] `glu`               without `up`, of the halves of one product's rows
     `glu_id`          `gate` `up` `glu`                     the same of two products with chosen experts
     `routing`         `shares` [`sorted`] `chosen`          the experts of each token, and their weights:
-                      `weights` [`total` [`clamp`] `div`]   soft max, top-k, get_rows, divided by the sum
+                      `weights` [`total` [`clamp`] `div`]   soft max, top-k, get_rows, divided by the sum; or
+                                                            top-k, get_rows, soft max (`shares`) of the chosen
     `experts_sum`     `weighted` `add1` ... `add`           the sum of the experts' results by their weights
     `mul_mats`        `mul_mat0` [`add0`] `mul_mat1` ...    products of one operand with several weights
     `rope_kv`         [`q_norm` `q_mul`] `q_rope`           queries, keys and values of a layer: rope of
@@ -248,10 +249,15 @@ def _alike(w: Tensor, v: Tensor) -> bool:
     return Mem.of(w).packing == Mem.of(v).packing
 
 
+def scores_of(group: Group) -> Tensor:
+    """Return the scores by which experts are chosen: their shares, or their logits."""
+    return group["sorted" if "sorted" in group else "chosen"].sources[0]
+
+
 def _chosen_rows(group: Group) -> bool:
-    """Whether the weights are those of the chosen experts: `[1, n_used, n]` of shares `[1, n_expert, n]`."""
-    shares, chosen, weights = group["shares"], group["chosen"], group["weights"]
-    (n, n_rows, *rest), k = shares.ne, chosen.ne[0]
+    """Whether the weights are those of the chosen experts: `[1, n_used, n]` of scores `[1, n_expert, n]`."""
+    scores, chosen, weights = scores_of(group), group["chosen"], group["weights"]
+    (n, n_rows, *rest), k = scores.ne, chosen.ne[0]
     per_expert = weights.sources[0]
     if "sorted" in group and (
         group["sorted"].params["order"] is not SortOrder.DESC
@@ -259,15 +265,18 @@ def _chosen_rows(group: Group) -> bool:
         or chosen.nb[:2] != group["sorted"].nb[:2]
     ):
         return False
-    if "div" in group and any(t.ne != (k, n_rows, 1, 1) for t in (group["total"].sources[0], group["div"])):
+    if "div" in group and group["total"].sources[0].ne != (k, n_rows, 1, 1):
+        return False
+    if group.result is not weights and group.result.ne != (k, n_rows, 1, 1):
         return False
     return (
         rest == [1, 1]
-        and shares.is_contiguous()
+        and scores.is_contiguous()
         and chosen.ne == (k, n_rows, 1, 1)
         and per_expert.ne == (1, n, n_rows, 1)
         and per_expert.is_contiguous()
-        and per_expert.view_offs == shares.view_offs
+        and (per_expert.view_src or per_expert) is (scores.view_src or scores)
+        and per_expert.view_offs == scores.view_offs
         and group.result.is_contiguous()
     )
 
@@ -332,6 +341,15 @@ def _routing(*, is_sorted: bool, div: bool, clamp: bool = False) -> Pattern:
 
 
 @cache
+def _routing_of_logits(*, is_sorted: bool) -> Pattern:
+    chosen = PatternNode("chosen", (Op.TOP_K,), keepable=True)
+    if is_sorted:
+        chosen = PatternNode("chosen", (Op.VIEW,), ((PatternNode("sorted", (Op.ARGSORT,)), (0,)),), True)
+    weights = PatternNode("weights", (Op.GET_ROWS,), ((chosen, (1,)),), by_views=True)
+    last = PatternNode("shares", (Op.SOFT_MAX,), ((weights, (0,)),), by_views=True)
+    return Pattern("routing", last, _chosen_rows, early=True)
+
+
 def _rope(part: str, *, norm: bool) -> PatternNode:
     """Return the rope of queries or keys, of a normalised head or any tensor; `part` is `q` or `k`."""
     scaled = PatternNode(f"{part}_mul", (Op.MUL,), ((PatternNode(f"{part}_norm", (Op.RMS_NORM,)), (0, 1)),))
@@ -371,6 +389,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         for div, clamp in ((True, True), (True, False), (False, False))
         for is_sorted in (False, True)
     ],
+    *[_routing_of_logits(is_sorted=is_sorted) for is_sorted in (False, True)],
     Pattern(
         "glu_id",
         PatternNode(
@@ -532,7 +551,10 @@ class _Finder:
                 continue
             self._taken.update(group.nodes)
             found.append(group)
-            moved = sorted(places[node] for node in {*group.nodes, *group.views} & places.keys())
+            start = min([places[node] for node in group.nodes])
+            views = [t for part in group.parts for operand in group.outside[part] for t in _views_to(operand)]
+            late = [t for t in views if places.get(t, -1) > start]
+            moved = sorted(places[node] for node in {*group.nodes, *group.views, *late} & places.keys())
             for at, place in enumerate(moved, moved[0]):
                 nodes.insert(at, nodes.pop(place))
             for place in range(moved[0], i + 1):
@@ -760,7 +782,7 @@ class _Finder:
         between = [i for i in range(start + 1, end) if nodes[i].op not in NO_OPS and nodes[i] not in inside]
         for part, node in group.parts.items() if between else ():
             operands, is_written = group.outside[part], node in group.kept or node is group.result
-            if early and any([places.get(operand, -1) > start for operand in operands]):
+            if early and any([places.get(_base(operand), -1) > start for operand in operands]):
                 return False
             for i in between:
                 if (i > places[node]) is early:
@@ -772,6 +794,21 @@ class _Finder:
                 if is_written and any(overlap(t, node) for t in (other, *other.src) if t is not None):
                     return False
         return True
+
+
+def _views_to(tensor: Tensor) -> list[Tensor]:
+    """Return a tensor that is a view, what it views if that is one, and so on."""
+    found = []
+    while tensor.op in NO_OPS and tensor.src:
+        found.append(tensor)
+        tensor = tensor.sources[0]
+    return found
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """Return a tensor, or what it views."""
+    views = _views_to(tensor)
+    return views[-1].sources[0] if views else tensor
 
 
 _COUNTED: Final = frozenset({"routing", "experts_sum", "mul_mats", "rope_kv"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.fusion import scores_of
 from ggmlb.backends.common.rules import F32, FLOATS, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu.launch import MAX_PER, Launch, Target, elementwise, in_registers
@@ -22,7 +23,7 @@ def _soft_max_alone(group: Group) -> str | None:
 
 
 def _in_registers(group: Group, target: Target) -> str | None:
-    n, n_used = group["shares"].ne[0], group["chosen"].ne[0]
+    n, n_used = scores_of(group).ne[0], group["chosen"].ne[0]
     if target.on_cpu or n > MAX_PER * target.max_wg:
         return "rows that do not fit in registers"
     return None if n_used <= (8 if n <= 128 else 32) else "more experts per token than work-items per row"
@@ -30,10 +31,12 @@ def _in_registers(group: Group, target: Target) -> str | None:
 
 @RULES.rule("routing", _soft_max_alone, on=_in_registers)
 def _route(group: Group, target: Target) -> list[Launch]:
-    logits, chosen, result = group["shares"].operand(0), group["chosen"], group.result
+    of_logits = group.result is group["shares"]
+    logits = scores_of(group) if of_logits else group["shares"].operand(0)
+    chosen, result = group["chosen"], group.result
     d = Mem.of(result).window(chosen.ne, (4, 4 * chosen.ne[0], result.nbytes, result.nbytes))
     p = group["clamp"].params if "clamp" in group else {"min": -math.inf, "max": math.inf}
-    flags = {"DIVIDED": 1} if "div" in group else {}
+    flags = {"OF_LOGITS": 1} if of_logits else {"DIVIDED": 1} if "div" in group else {}
     mems = [Mem.of(logits), Mem.of(chosen), d]
     return [in_registers(target, "route", mems, p["min"], p["max"], over=0, **flags)]
 
