@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -174,6 +174,7 @@ def mixture(
     is_sorted: bool = False,
     clamp: bool = True,
     div: bool = True,
+    biases: Sequence[Tensor] = (),
 ) -> Tensor:
     """Return the outputs of a mixture of experts, as models and llama.cpp build it.
 
@@ -188,6 +189,7 @@ def mixture(
         is_sorted: Whether they are the first of all, sorted; else by `top_k`.
         clamp: Whether the sum of weights has a least value.
         div: Whether weights are divided by their sum.
+        biases: Of gate, up and down, for each expert.
     """
     n_embd, n = x.ne[:2]
     shares = ctx.soft_max(ctx.mul_mat(router, x))
@@ -199,8 +201,13 @@ def mixture(
         weights = ctx.div(weights, ctx.clamp(total, 2.0**-14, np.inf) if clamp else total)
         weights = ctx.reshape_3d(weights, 1, n_used, n)
     rows = ctx.reshape_3d(x, n_embd, 1, n)
-    y = ctx.swiglu_split(ctx.mul_mat_id(gate, rows, chosen), ctx.mul_mat_id(up, rows, chosen))
-    parts = ctx.mul(ctx.mul_mat_id(down, y, chosen), weights)
+
+    def product(i: int, w: Tensor, x: Tensor) -> Tensor:
+        y = ctx.mul_mat_id(w, x, chosen)
+        return ctx.add_id(y, biases[i], chosen) if biases else y
+
+    y = ctx.swiglu_split(product(0, gate, rows), product(1, up, rows))
+    parts = ctx.mul(product(2, down, y), weights)
     total, *rest = (ctx.view_2d(parts, n_embd, n, parts.nb[2], i * parts.nb[1]) for i in range(n_used))
     for part in rest:
         total = ctx.add(total, part)

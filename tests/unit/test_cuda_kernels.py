@@ -189,9 +189,10 @@ def test_experts_read_their_weights_once_for_eight_tokens(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16, DType.F32], ids=str)
-@pytest.mark.parametrize("n", [1, 9])
-def test_a_layer_of_experts(dtype: DType, n: int) -> None:
-    names = [s.kernel.name if isinstance(s, Launch) else "gemm" for s in experts_layer(dtype, n, 4)]
+@pytest.mark.parametrize(("n", "biased"), [(1, False), (1, True), (9, False), (9, True)])
+def test_a_layer_of_experts(dtype: DType, n: int, biased: bool) -> None:
+    steps = experts_layer(dtype, n, 4, biased=biased)
+    names = [s.kernel.name if isinstance(s, Launch) else "gemm" for s in steps]
     assert names.count("route") == names.count("sum_slots") == 1
     if n == 1:
         by = "mul_mat_id_q8" if dtype.is_quantized else "mul_mat_id_vec16"

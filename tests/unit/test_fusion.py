@@ -175,6 +175,11 @@ def test_gated_units_of_experts(ctx: Maker) -> None:
     unit = ctx.swiglu_split(ctx.mul_mat_id(w, x, ids), ctx.mul_mat_id(v, x, ids))
     assert found(unit) == [("gate", "up", "glu")]
     assert found(ctx.swiglu_split(ctx.mul_mat_id(w, x, ids), ctx.mul_mat_id(v, x, other))) == []
+    b, c = ctx.f32(16, 4), ctx.f32(16, 4)
+    both = ctx.add_id(ctx.mul_mat_id(w, x, ids), b, ids), ctx.add_id(ctx.mul_mat_id(v, x, ids), c, ids)
+    assert found(ctx.swiglu_split(*both)) == [("gate", "gate_add", "up", "up_add", "glu")]
+    assert found(ctx.add_id(ctx.mul_mat_id(w, x, ids), b, ids)) == [("mul_mat", "add")]
+    assert found(ctx.add_id(ctx.mul_mat_id(w, x, ids), b, other)) == []
 
 
 def heads(ctx: Maker, n: int = 5, norms: bool = False) -> list[Tensor]:

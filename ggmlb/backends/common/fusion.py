@@ -23,7 +23,9 @@ names:
     `mul_mat_unary`   `mul_mat` [`add`] `unary`             a function of a product, or of that plus a bias
     `glu`             `gate` [`gate_add`]                   a gated unit of two products of one operand; or,
                       [`up` [`up_add`]] `glu`               without `up`, of the halves of one product's rows
-    `glu_id`          `gate` `up` `glu`                     the same of two products with chosen experts
+    `mul_mat_id_add`  `mul_mat` `add`                       a product with chosen experts, plus their biases
+    `glu_id`          `gate` [`gate_add`]                   a gated unit of two such products
+                      `up` [`up_add`] `glu`
     `routing`         `shares` [`sorted`] `chosen`          the experts of each token, and their weights:
                       `weights` [`total` [`clamp`] `div`]   soft max, top-k, get_rows, divided by the sum; or
                                                             top-k, get_rows, soft max (`shares`) of the chosen
@@ -56,7 +58,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -72,7 +74,7 @@ from ggmlb.system import env
 
 Name = Literal[
     "norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu",
-    "glu_id", "routing", "experts_sum", "mul_mats", "rope_kv",
+    "mul_mat_id_add", "glu_id", "routing", "experts_sum", "mul_mats", "rope_kv",
 ]  # fmt: skip
 
 IN_PLACE: Final = frozenset(
@@ -185,15 +187,21 @@ class Group:
             parts = [(part, part.replace("mul_mat", "add")) for part in self.parts if part[0] == "m"]
             return [Product(self[part], self.other(add) if add in self else None) for part, add in parts]
         if "glu" not in self:
-            return [Product(self["mul_mat"], self.other("add") if "add" in self else None)]
+            return [Product(self["mul_mat"], self._added("add"))]
 
         def half(part: str, first: int = 0) -> Product:
-            return Product(self[part], self.other(f"{part}_add") if f"{part}_add" in self else None, first)
+            return Product(self[part], self._added(f"{part}_add"), first)
 
         if "up" in self:
             return [half("gate"), half("up")]
         halves = [half("gate"), half("gate", self.result.ne[0])]
         return halves[::-1] if self["glu"].params["swapped"] else halves
+
+    def _added(self, part: str) -> Tensor | None:
+        """Return what a sum of the group adds to a product; of ADD_ID, the biases of all experts."""
+        if part not in self:
+            return None
+        return self[part].sources[1] if self[part].op is Op.ADD_ID else self.other(part)
 
     def __getitem__(self, part: str) -> Tensor:
         return self.parts[part]
@@ -369,8 +377,21 @@ def _glu(*, add: bool, split: bool) -> Pattern:
     return Pattern("glu", PatternNode("glu", (Op.GLU,), tuple(inputs)), fits)
 
 
+def _of_experts(name: str, added: str | None) -> PatternNode:
+    """Return a product with chosen experts, or its sum with their biases, under these names."""
+    product = PatternNode(name, (Op.MUL_MAT_ID,))
+    return PatternNode(added, (Op.ADD_ID,), ((product, (0,)),)) if added else product
+
+
+def _same_experts(group: Group) -> bool:
+    """Whether biases are of the same experts as the weights; of a gated unit, all of both products."""
+    sums = [node for node in group.nodes if node.op is Op.ADD_ID]
+    if any(node.src[2] is not node.sources[0].src[2] for node in sums):
+        return False
+    return "glu" not in group or _same_operand(group)
+
+
 _WEIGHTED = PatternNode("weighted", (Op.MUL,), is_shared=True)
-_PRODUCTS = (_product("gate", None), (0,)), (_product("up", None), (1,))
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
     Pattern("mul_mats", PatternNode("", (Op.ADD, Op.MUL_MAT)), lambda _: True, early=True),
@@ -390,13 +411,22 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         for is_sorted in (False, True)
     ],
     *[_routing_of_logits(is_sorted=is_sorted) for is_sorted in (False, True)],
-    Pattern(
-        "glu_id",
-        PatternNode(
-            "glu", (Op.GLU,), tuple((replace(part, ops=(Op.MUL_MAT_ID,)), at) for part, at in _PRODUCTS)
-        ),
-        _same_operand,
-    ),
+    *[
+        Pattern(
+            "glu_id",
+            PatternNode(
+                "glu",
+                (Op.GLU,),
+                (
+                    (_of_experts("gate", "gate_add" if add else None), (0,)),
+                    (_of_experts("up", "up_add" if add else None), (1,)),
+                ),
+            ),
+            _same_experts,
+        )
+        for add in (True, False)
+    ],
+    Pattern("mul_mat_id_add", _of_experts("mul_mat", "add"), _same_experts),
     _norm(add=True, mul=True, shift=True),
     _norm(add=False, mul=True, shift=True),
     _norm(add=True, mul=True, shift=False),

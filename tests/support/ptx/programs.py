@@ -167,12 +167,15 @@ def fused(
     return steps
 
 
-def experts_layer(dtype: DType, n: int, n_experts: int, own: bool = True, **how: bool) -> list[Step]:
+def experts_layer(
+    dtype: DType, n: int, n_experts: int, own: bool = True, biased: bool = False, **how: bool
+) -> list[Step]:
     """A mixture of experts: routing, products with two of them for each of `n` tokens, and their sum."""
     ctx = Context()
     x, router = ctx.new_tensor(DType.F32, (96, n)), ctx.new_tensor(DType.F32, (96, n_experts))
     gate, up, down = (ctx.new_tensor(dtype, (96, 96, n_experts)) for _ in range(3))
-    y = mixture(ctx, x, router, gate, up, down, n_used=2, **how)
+    biases = [ctx.new_tensor(DType.F32, (96, n_experts)) for _ in range(3 if biased else 0)]
+    y = mixture(ctx, x, router, gate, up, down, n_used=2, biases=biases, **how)
     return fused(y, ctx=ctx, own=own)
 
 

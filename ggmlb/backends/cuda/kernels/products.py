@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.common.rules import FLOATS, operands
+from ggmlb.backends.common.rules import FLOATS
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.cublas import cannot_describe, gemms
 from ggmlb.backends.cuda.kernels.base import PACKAGE, RULES
@@ -18,10 +18,10 @@ from ggmlb.backends.gpu.lowering.copy import copy
 from ggmlb.backends.gpu.lowering.matmul import (
     MIN_COLUMNS_OF_EXPERT,
     PRODUCT,
-    READ_IN_EIGHTS,
     Glu,
     expert_tiles,
     gated,
+    of_experts,
     too_many_groups,
 )
 from ggmlb.backends.gpu.source import kernels, types_with
@@ -389,10 +389,9 @@ def _rows_of_experts(node: Tensor, target: Target) -> str | None:
     return too_many_groups(target, *(_expert_grid(node) or ids.ne)[:2])
 
 
-def _rows_of_two_experts(group: Group, target: Target) -> str | None:
-    if operands(READ_IN_EIGHTS, FLOATS)(group["up"]) is not None:
-        return "a type that no kernel reads"
-    return _rows_of_experts(group["gate"], target) or _rows_of_experts(group["up"], target)
+def _rows_of_all_experts(group: Group, target: Target) -> str | None:
+    found = [_rows_of_experts(product.node, target) for product in group.products]
+    return next(filter(None, found), None)
 
 
 def _expert_grid(node: Tensor) -> tuple[int, int, int] | None:
@@ -407,32 +406,36 @@ def _expert_grid(node: Tensor) -> tuple[int, int, int] | None:
 
 @RULES.rule(Op.MUL_MAT_ID, *PRODUCT, on=_rows_of_experts)
 def _mul_mat_id(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
-    return _experts(target, node, Mem.of(node))
+    return _experts(target, node, Mem.of(node), None)
 
 
-@RULES.rule("glu_id", on=_rows_of_two_experts)
-def _glu_id(group: Group, target: Target) -> list[Step | PreparedOperand]:
-    _, _, glu = gated(group)
-    return _experts(target, group["gate"], Mem.of(group.result), glu)
+@RULES.rule(("glu_id", "mul_mat_id_add"), on=_rows_of_all_experts)
+def _fused_experts(group: Group, target: Target) -> list[Step | PreparedOperand]:
+    return _experts(target, group.products[0].node, Mem.of(group.result), *of_experts(group))
 
 
-def _experts(target: Target, node: Tensor, d: Mem, glu: Glu | None = None) -> list[Step | PreparedOperand]:
-    """Return the steps of products with chosen experts, or of gated units of two such products."""
+def _experts(
+    target: Target, node: Tensor, d: Mem, bias: Mem | None, glu: Glu | None = None
+) -> list[Step | PreparedOperand]:
+    """Return the steps of products with chosen experts, plus biases, or of gated units of two such."""
     a, b, ids = map(node.operand, range(3))
     slots, tokens = ids.ne[:2]
-    weights = [Mem.of(a), Mem.of(a) if glu is None else glu.a]
+    weights = [Mem.of(a)] if glu is None else [Mem.of(a), glu.a]
+    mine = [Mem.of(a), bias or d, *([Mem.of(a), d] if glu is None else [glu.a, glu.bias or d])]
     numbers = (0.0, 0.0) if glu is None else (glu.alpha, glu.limit)
-    also: dict[str, str | int] = {} if glu is None else {"GLU": f"glu_{glu.op.name.lower()}"}
+    also: dict[str, str | int] = {} if bias is None else {"ADDED": 1}
+    if glu is not None:
+        also["GLU"] = f"glu_{glu.op.name.lower()}"
     ends = [Mem.of(ids), BadIndex(node, a.ne[2]).mem, d]
     if a.dtype not in IN_SUB_BLOCKS:
         x, _, flags = _shape(target, a, 1, slots * tokens, 512 // a.dtype.type_size)
-        mems = [*weights, Mem.of(b), *ends]
+        mems = [*mine, Mem.of(b), *ends]
         return [_kernel("mul_mat_id_vec16", mems, numbers, (x, slots, tokens), **flags, **also)]
     experts = _expert_grid(node)
     if experts is None:
         forms, activations, fused = _activations(b, 1)
         x, _, flags = _shape(target, a, 1, slots * tokens, TILE)
-        mems = [*weights, *activations, *ends]
+        mems = [*mine, *activations, *ends]
         flags |= _align(*weights) | fused
         grid = x, slots, tokens
         return [*forms, _kernel("mul_mat_id_q8", mems, (b.ne[1], *numbers), grid, **flags, **also)]
@@ -443,7 +446,7 @@ def _experts(target: Target, node: Tensor, d: Mem, glu: Glu | None = None) -> li
     forms, activations, fused = _activations(b, 0)
     x, _, flags = _shape(target, a, columns, y * n_experts, TILE)
     flags |= _align(*weights) | fused | {"LISTED": 1}
-    mems, grid = [*weights, *activations, pairs, firsts, d], (x, y, n_experts)
+    mems, grid = [*mine, *activations, pairs, firsts, d], (x, y, n_experts)
     return [
         PreparedOperand(ids, f"pairs of {n_experts}", [sort], (pairs, firsts)),
         *forms,

@@ -42,23 +42,25 @@ DEVICE_FN float share_sums(float *sum, float *partial)
 /* Epilogue. ADDED: a bias is added, one row or a whole matrix. GLU (its name): v, the product with a, is activated; u, the
    product with g, is the gate's other half. */
 #ifdef ADDED
-#define PLUS_AT(bias, v, i2, i3) ((v) + LD(bias, m + r, n + c, i2, i3))
+#define PLUS_AT(bias, v, i1, i2, i3) ((v) + LD(bias, m + r, i1, i2, i3))
 #else
-#define PLUS_AT(bias, v, i2, i3) (v)
+#define PLUS_AT(bias, v, i1, i2, i3) (v)
 #endif
-#define PLUS(bias, v) PLUS_AT(bias, v, i2, i3)
+#define PLUS(bias, v) PLUS_AT(bias, v, n + c, i2, i3)
+#define RESULT RESULT_AT(n + c, i2, i3)
+#define RESULT_OF(expert) RESULT_AT(expert, 0, 0)  /* with experts, a bias has a row for each */
 /* of several matrices, write the product with the first if is_0, with the second if is_1, or with the third */
 #define WRITE_TO_ONE(is_0, is_1) \
-    if (is_0) ST(d, m + r, n + c, 0, 0, PLUS_AT(bias, v, 0, 0)); \
-    else if (is_1) ST(d1, m + r, n + c, 0, 0, PLUS_AT(bias1, v, 0, 0)); \
-    else ST(d2, m + r, n + c, 0, 0, PLUS_AT(bias2, v, 0, 0));
+    if (is_0) ST(d, m + r, n + c, 0, 0, PLUS_AT(bias, v, n + c, 0, 0)); \
+    else if (is_1) ST(d1, m + r, n + c, 0, 0, PLUS_AT(bias1, v, n + c, 0, 0)); \
+    else ST(d2, m + r, n + c, 0, 0, PLUS_AT(bias2, v, n + c, 0, 0));
 #ifdef GLU
 #include "activations.h"
 #define IF_GLU(...) __VA_ARGS__
-#define RESULT GLU(PLUS(bias, v), PLUS(bias_g, u), alpha, limit)
+#define RESULT_AT(i1, i2, i3) GLU(PLUS_AT(bias, v, i1, i2, i3), PLUS_AT(bias_g, u, i1, i2, i3), alpha, limit)
 #else
 #define IF_GLU(...)
-#define RESULT PLUS(bias, v)
+#define RESULT_AT(i1, i2, i3) PLUS_AT(bias, v, i1, i2, i3)
 #endif
 /* barrier before shared memory is reused for the next product */
 #define NEXT_PRODUCT if (SPLIT > 1) __syncthreads();

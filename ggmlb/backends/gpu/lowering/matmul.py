@@ -132,7 +132,7 @@ def _experts_fit(node: Tensor, target: Target) -> str | None:
 def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     tiles = expert_tiles(target, node)
     if tiles is None:
-        return [_of_pairs(target, node, Mem.of(node))]
+        return [_of_pairs(target, node, Mem.of(node), None)]
     a, b, ids = (Mem.of(t) for t in node.src if t is not None)
     mems = [a, b, ids, BadIndex(node, a.ne[2]).mem, Mem.of(node)]
     kernel, rows, wg = (
@@ -141,15 +141,18 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     return [launch(kernel, mems, (-(-a.ne[1] // rows), *tiles), wg, **_rest(a))]
 
 
-def _of_pairs(target: Target, node: Tensor, d: Mem, glu: Glu | None = None) -> Launch:
-    """Return the launch of a product for each pair of token and expert, or of a gated unit of two such."""
+def _of_pairs(target: Target, node: Tensor, d: Mem, bias: Mem | None, glu: Glu | None = None) -> Launch:
+    """Return the launch of a product, plus a bias, for each pair of token and expert, or of a gated unit."""
     a, b, ids = (Mem.of(t) for t in node.src if t is not None)
     rows = _rows_per_group(target, a, 1)
     flags = {"COLUMNS": 1, "ROWS": _rows_at_once(target, a, 1), **_rest(a)}
     numbers = (0.0, 0.0) if glu is None else (glu.alpha, glu.limit)
     if glu is not None:
         flags["GLU"] = f"glu_{glu.op.name.lower()}"
-    mems = [a, a if glu is None else glu.a, b, ids, BadIndex(node, a.ne[2]).mem, d]
+    if bias is not None:
+        flags["ADDED"] = 1
+    others = [bias or d, *([a, d] if glu is None else [glu.a, glu.bias or d])]
+    mems = [a, *others, b, ids, BadIndex(node, a.ne[2]).mem, d]
     groups = (-(-a.ne[1] // rows), ids.ne[0], ids.ne[1])
     return launch("mul_mat_id", [*mems, rows, *numbers], groups, target.wg, **flags)
 
@@ -205,13 +208,21 @@ def _glu(group: Group, target: Target) -> list[Launch]:
 
 
 def _in_pairs(group: Group, target: Target) -> str | None:
-    return None if expert_tiles(target, group["gate"]) is None else "columns enough for tiles"
+    node = group.products[0].node
+    return None if expert_tiles(target, node) is None else "columns enough for tiles"
 
 
-@RULES.rule("glu_id", on=_in_pairs)
-def _glu_id(group: Group, target: Target) -> list[Launch]:
-    _, _, glu = gated(group)
-    return [_of_pairs(target, group["gate"], Mem.of(group.result), glu)]
+@RULES.rule(("glu_id", "mul_mat_id_add"), on=_in_pairs)
+def _experts(group: Group, target: Target) -> list[Launch]:
+    bias, glu = of_experts(group)
+    return [_of_pairs(target, group.products[0].node, Mem.of(group.result), bias, glu)]
+
+
+def of_experts(group: Group) -> tuple[Mem | None, Glu | None]:
+    """Return the bias of a product with experts, or that of a gated unit's gate, and the rest of the unit."""
+    if "glu" in group:
+        return gated(group)[1:]
+    return _operands(group.products[0], group.result.ne[0])[1], None
 
 
 def gated(group: Group) -> tuple[Mem, Mem | None, Glu]:
