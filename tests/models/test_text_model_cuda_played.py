@@ -77,7 +77,8 @@ def launches_of_a_token(paths: list[Path]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit"), [("llama", 9), ("qwen2", 9), ("qwen3", 9), ("gemma3", 11), ("qwen3moe", 12)]
+    ("kind", "limit"),
+    [("llama", 9), ("qwen2", 9), ("qwen3", 9), ("gemma3", 11), ("qwen3moe", 12), ("gpt-oss", 12)],
 )
 def test_launches_per_layer_of_a_token(tmp_path: Path, kind: str, limit: int) -> None:
     paths = [write_text_model(tmp_path / f"{n}.gguf", kind, "q8_0", n_layer=n) for n in (2, 3)]
