@@ -132,7 +132,7 @@ def hot(architecture: str = "sm_90") -> dict[str, Variant]:
     target = target_of(architecture)
     common = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16)
     for dtype in (*sorted(IN_SUB_BLOCKS), DType.F32, DType.F16, DType.BF16):
-        for n in (1, 8, 16, 64, 512) if dtype in common else (1, 64) if dtype in IN_SUB_BLOCKS else (1,):
+        for n in (1, 8, 16, 64, 1024) if dtype in common else (1, 64) if dtype in IN_SUB_BLOCKS else (1,):
             ctx = Context()
             w, x = ctx.new_tensor(dtype, (4096, 14336)), ctx.new_tensor(DType.F32, (4096, n))
             for launch in _launches(ctx.mul_mat(w, x), target):
