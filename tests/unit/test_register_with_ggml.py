@@ -168,6 +168,75 @@ llama.close()
     )
 
 
+def test_weights_are_repacked_or_used_where_the_file_is_mapped(model: Path) -> None:
+    run(
+        """
+tokens = []
+for repack in (True, False):
+    made = ggmlb.register_with_ggml("LLVM", "xllamacpp", repack=repack)
+    llama = Llama(path, load_mode=1)
+    held = [tensor.buffer for memory in made._memories.values() for tensor in memory.held.values()]
+    assert any(buffer.buft in made.device.extra_bufts for buffer in held) == repack
+    assert any(buffer.is_read_only for buffer in held) != repack  # the mapped file
+    tokens.append(llama.generate(prompt, 8)[0])
+    llama.close()
+    assert not made._memories and all(buffer.is_freed for buffer in held)
+    made.unregister()
+assert tokens[0] == tokens[1]
+""",
+        model,
+    )
+
+
+def test_programs_set_threads_and_abort(model: Path) -> None:
+    run(
+        """
+import ctypes
+made = ggmlb.register_with_ggml("LLVM", "xllamacpp")
+llama = Llama(path, n_threads=1)
+llama.generate(prompt, 2)
+stream = next(iter(made._streams.values())).backend
+assert stream.n_threads == 1
+library = ctypes.CDLL(str(__import__("tests.support.llama_c_api", fromlist=["x"]).library_path()))
+set_abort = library.llama_set_abort_callback
+set_abort.argtypes = [ctypes.c_void_p] * 3
+callback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda data: data == 7)
+set_abort(llama._context, ctypes.cast(callback, ctypes.c_void_p), 7)
+llama.clear()
+assert llama.decode([prompt]) == 2  # aborted
+set_abort(llama._context, None, None)
+llama.clear()
+assert llama.decode([prompt]) == 0
+llama.close()
+""",
+        model,
+    )
+
+
+def test_a_device_that_lacks_ops_computes_what_it_can(model: Path, tmp_path: Path) -> None:
+    """A node whose result is in the device's memory is computed by the CPU, if the device declines it."""
+    run(
+        """
+alone = Llama(path, n_gpu_layers=0)
+expected = alone.generate(prompt, 6)[0]
+alone.close()
+device = ggmlb.device_by_name("OpenCL0" if "OpenCL0" in [d.name for d in ggmlb.devices()] else "LLVM")
+kind, declines = type(device), type(device).declines
+kind.declines = lambda self, op: declines(self, op) if op.op in self.few else "it has few ops"
+device.few = {ggmlb.Op.MUL_MAT, ggmlb.Op.MUL, ggmlb.Op.VIEW, ggmlb.Op.RESHAPE, ggmlb.Op.NONE}
+made = ggmlb.register_with_ggml(device, "xllamacpp")
+llama = Llama(path)
+assert llama.generate(prompt, 6)[0] == expected
+runs = [run for stream in made._streams.values()
+        for same in stream.known._graphs.values() for known in same for run in known.runs]
+assert any(run.by_cpu for run in runs) and not all(run.by_cpu for run in runs)
+llama.close()
+made.unregister()
+""",
+        model,
+    )
+
+
 def test_other_threads_run_while_a_device_computes(model: Path) -> None:
     run(
         """

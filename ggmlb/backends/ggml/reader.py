@@ -41,6 +41,7 @@ class CTensor:
     Attributes:
         address: Of the C tensor.
         raw: Its bytes.
+        src: Addresses of the operands, up to the last one that is there.
     """
 
     __slots__ = (
@@ -56,7 +57,10 @@ class CTensor:
         self.ne: Ne = fields[2:6]
         self.nb: Ne = fields[6:10]
         self.op, self.params, self.flags = fields[10:13]
-        self.src: tuple[int, ...] = fields[13 : 13 + N_SRC]
+        n = 13 + N_SRC
+        while n > 13 and not fields[n - 1]:
+            n -= 1
+        self.src: tuple[int, ...] = fields[13:n]
         self.view_src, self.view_offs, self.data, self.name, _ = fields[13 + N_SRC :]
 
     @property
@@ -81,6 +85,7 @@ class Reader:
         facts, layout = library.facts, library.facts["tensor"]
         self.dtypes = {number: dtype for dtype, number in library.types.items()}
         self._ops = {number: op for op, number in library.ops.items()}
+        self._no_ops = frozenset(number for op, number in library.ops.items() if op in NO_OPS)
         self._unary = _members(UnaryOp, facts["unary_ops"])
         self._glu = _members(GluOp, facts["glu_ops"])
         self._kind = slice(layout["ne"], layout["src"])  # extents, strides, op, parameters, flags
@@ -108,11 +113,12 @@ class Reader:
         op, dtype = self._ops.get(c.op), self.dtypes.get(c.type)
         if op is None or dtype is None:
             raise LookupError(f"ggmlb has no op {c.op}" if op is None else f"ggmlb has no type {c.type}")
-        sources: list[int] = list(c.src)
+        sources = c.src
         if op is Op.CPY and sources[1] == c.address:  # a cast: in ggml, src[1] is the result
-            sources[1] = 0
-        n = max((i + 1 for i, s in enumerate(sources) if s), default=0)
-        src = tuple(source(s) if s else None for s in sources[: max(n, AT_LEAST.get(op, 0))])
+            sources = sources[:1]
+        src = tuple([source(s) if s else None for s in sources])
+        if len(src) < AT_LEAST.get(op, 0):
+            src += (None,) * (AT_LEAST[op] - len(src))
         if op is Op.LIGHTNING_INDEXER and src[3] is not None and src[3].ne[3] != c.ne[3]:
             raise LookupError("ggmlb's LIGHTNING_INDEXER takes one mask for each stream")
         if op is Op.DSV4_HC_POST and len(src) < 4:
@@ -170,6 +176,8 @@ class Reader:
 
     def _answer(self, c: CTensor, sources: Mapping[int, CTensor], device: Device) -> str | None:
         """Return why a device declines a node, with plain operands; equal nodes share an answer."""
+        if c.op in self._no_ops and c.type in self.dtypes:
+            return None
         key: list[Any] = [device, c.type, c.raw[self._kind]]
         for s in c.src:
             if s and s != c.address:
@@ -183,7 +191,7 @@ class Reader:
                 self._answers.clear()
             try:
                 node = self.one_level(c.address)
-                why = None if node.op in NO_OPS else device.declines(node)
+                why = device.declines(node)
             except LookupError as error:
                 why = str(error)
             self._answers[asked] = why
