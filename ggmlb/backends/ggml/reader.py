@@ -6,6 +6,7 @@ import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from ggmlb.backends.ggml.library import N_SRC, GgmlLibrary
@@ -146,19 +147,6 @@ class Reader:
 
     # -- ops -----------------------------------------------------------------------------------
 
-    def declines(self, address: int, is_fixed: bool) -> str | None:
-        """Return why the C node at an address cannot be computed, or `None`; reads one level.
-
-        Args:
-            address: The node's.
-            is_fixed: Whether its result is in the device's memory already, so that no other backend can
-                compute it: the CPU of ggmlb does it then (`NodeRun`).
-        """
-        c = CTensor(self.library, address)
-        sources = {s: CTensor(self.library, s) for s in (*c.src, c.view_src) if s}
-        why = self._answer(c, sources, self._device)
-        return self._answer(c, sources, host_device()) if why is not None and is_fixed else why
-
     def one_level(self, address: int) -> Tensor:
         """Return the node at an address, its operands as leafs without places.
 
@@ -174,14 +162,22 @@ class Reader:
 
         return self._node(CTensor(self.library, address), source)
 
-    def _answer(self, c: CTensor, sources: Mapping[int, CTensor], device: Device) -> str | None:
-        """Return why a device declines a node, with plain operands; equal nodes share an answer."""
+    def declines(
+        self, c: CTensor, device: Device, known: Mapping[int, CTensor] = MappingProxyType({})
+    ) -> str | None:
+        """Return why a device cannot compute a node with plain operands, or `None`; equal nodes share it.
+
+        Args:
+            c: The node.
+            device: The device.
+            known: Operands that were read before; others are read, and nothing beyond them.
+        """
         if c.op in self._no_ops and c.type in self.dtypes:
             return None
         key: list[Any] = [device, c.type, c.raw[self._kind]]
         for s in c.src:
             if s and s != c.address:
-                t = sources[s]
+                t = known.get(s) or CTensor(self.library, s)
                 key += (t.type, t.raw[self._shape], c.view_src in (s, t.view_src) and c.view_src != 0)
             else:
                 key.append(s != 0)
@@ -244,8 +240,8 @@ class Reader:
             for s in (*c.src, c.view_src):
                 if s:
                     c_tensor(s)
-            why = self._answer(c, read, self._device)
-            if why is not None and self._answer(c, read, host_device()) is not None:
+            why = self.declines(c, self._device, read)
+            if why is not None and self.declines(c, host_device(), read) is not None:
                 raise UnsupportedOpError(f"{self._device.name} cannot compute node {c.title!r}: {why}")
             node = tensors[c.address] = self._node(c, source)
             if node.view_src is None:
@@ -324,9 +320,9 @@ class NodeRun:
         """Return the device's buffers that it reads and writes by copies."""
         return [tensor.buffer for tensor in self._copies]
 
-    def compute(self, stream: Backend, cpu: Backend) -> int:
-        """Compute the nodes; return the status."""
-        if not self.by_cpu:
+    def compute(self, stream: Backend, cpu: Backend | None) -> int:
+        """Compute the nodes on the device's stream, or on the CPU's if given; return the status."""
+        if cpu is None:
             return int(stream.graph_compute_async(self.graph))
         stream.synchronize()
         for tensor, copy in self._copies.items():

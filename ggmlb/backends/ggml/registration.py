@@ -376,9 +376,13 @@ class GgmlRegistration:
 
     def _supports(self, op: int) -> bool:
         c = CTensor(self.library, op)
+        if self._reader.declines(c, self.device) is None:
+            return True
+        # No other backend of ggml can write to this memory: ggmlb's CPU does, on copies (`NodeRun`).
         buffer = CTensor(self.library, c.view_src).buffer if c.view_src else c.buffer
         buft = self._c["backend_buffer_get_type"](buffer) if buffer else 0
-        return self._reader.declines(op, buft == ctypes.addressof(self._buft)) is None
+        is_ours = buft == ctypes.addressof(self._buft)
+        return is_ours and self._reader.declines(c, host_device()) is None
 
     def _offloads(self, op: int) -> bool:
         return self.device.offload_op(self._reader.one_level(op))
@@ -584,7 +588,7 @@ class GgmlRegistration:
         nodes, n = c["graph_nodes"](graph), c["graph_n_nodes"](graph)
         self.n_graphs += 1
         for run in stream.known.find(ctypes.string_at(nodes, 8 * n)):
-            status = run.compute(stream.backend, stream.cpu)
+            status = run.compute(stream.backend, stream.cpu if run.by_cpu else None)
             if status:
                 return status
         return 0
