@@ -153,7 +153,15 @@ def test_what_computes_a_product_hangs_on_the_card_and_the_columns() -> None:
     def way(target: Target, n: int, a: object = w) -> str:
         return products._way(target, a, n).name  # type: ignore[arg-type]
 
-    for capability, most in ((80, 1023), (86, None), (89, None), (90, 255), (100, 127), (120, None)):
+    for capability, most in (
+        (80, 1023),
+        (86, None),
+        (89, None),
+        (90, 255),
+        (100, 127),
+        (103, 47),
+        (120, None),
+    ):
         target = replace(CARD, capability=capability)
         assert [way(target, n) for n in (1, 8, 9, most or 4096)] == ["FEW", "FEW", "MMA", "MMA"]
         if most is not None:

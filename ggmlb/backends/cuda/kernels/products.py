@@ -47,9 +47,10 @@ instructions' throughput, to be measured."""
 MMA = 80
 """Oldest compute capability with `mul_mat_mma`."""
 
-BLAS_COLUMNS = {80: 1024, 90: 256, 100: 128}
+BLAS_COLUMNS = {80: 1024, 90: 256, 100: 128, 103: 48}
 """Fewest columns for which cuBLAS multiplies quantised weights as f16, where `mul_mat_mma` can: capabilities
-whose tensor cores are as fast with f16 as with bytes scaled by the other pipes. Estimated (docs/cuda.md)."""
+whose tensor cores are as fast with f16 as with bytes scaled by the other pipes, or slow with bytes (103).
+Estimated (docs/cuda.md)."""
 
 MMA_ROWS = (128, 64, 32, 16)
 """Rows of the weights of a block of `mul_mat_mma`."""
