@@ -40,10 +40,16 @@ def check(stream: Backend, build: Callable[[Context], Tensor], fill: Fill | None
     assert ((got - want) ** 2).sum() < 5e-4 * (want**2).sum()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 32, 33])
+@pytest.mark.parametrize("n", [1, 3, 8, 9, 33, 64])
 @pytest.mark.parametrize("dtype", sorted(IN_SUB_BLOCKS), ids=str)
 def test_quantised_products(stream: Backend, dtype: DType, n: int) -> None:
     check(stream, lambda c: c.mul_mat(c.new_tensor(dtype, (4096, 259)), c.new_tensor(DType.F32, (4096, n))))
+
+
+@pytest.mark.parametrize("dtype", [DType.Q8_0, DType.Q4_K, DType.Q6_K], ids=str)
+def test_quantised_products_in_large_tiles(stream: Backend, dtype: DType) -> None:
+    """Of as many rows that there is a block for each multiprocessor."""
+    check(stream, lambda c: c.mul_mat(c.new_tensor(dtype, (512, 30003)), c.new_tensor(DType.F32, (512, 64))))
 
 
 @pytest.mark.parametrize("n", [1, 5, 8, 100])
