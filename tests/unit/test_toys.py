@@ -323,7 +323,8 @@ from dataclasses import dataclass, replace
 
 from ggmlb import RopeType
 from ggmlb.models import register_architecture
-from ggmlb.models.text.blocks import Block, Slices, Weight, attentions, pre_norm, sliding_windows
+from ggmlb.models.text.blocks import Block, Slices, Weight, attentions, decoder_layers
+from ggmlb.models.text.blocks import sliding_windows, windowed
 from ggmlb.models.text.config import TextConfig
 
 
@@ -348,11 +349,9 @@ class Squared(Block):
 
 @register_architecture("toy")
 def toy(keys):
-    sizes = zip(sliding_windows(keys, 2), keys.counts("feed_forward_length"), strict=True)
-    layers = [
-        pre_norm(replace(a, window=window, rope=None if i % 2 else a.rope), Squared(n_ff))
-        for i, (a, (window, n_ff)) in enumerate(zip(attentions(keys, RopeType.NORMAL), sizes, strict=True))
-    ]
+    attention = windowed(attentions(keys, RopeType.NORMAL), sliding_windows(keys, 2))
+    attention[1::2] = [replace(a, rope=None) for a in attention[1::2]]
+    layers = decoder_layers(attention, map(Squared, keys.counts("feed_forward_length")))
     return TextConfig.read(keys, layers, logit_scale=keys.real("logit_scale", 1.0))
 '''.lstrip()
 ARCHITECTURE_PROGRAM = """
@@ -446,7 +445,7 @@ from __future__ import annotations
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import attentions, feed_forwards, pre_norm
+from ggmlb.models.text.blocks import attentions, decoder_layers, feed_forwards
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -454,7 +453,7 @@ from ggmlb.models.text.keys import Keys
 @register_architecture("toy")
 def toy(keys: Keys) -> TextConfig:
     """Read a model."""
-    return TextConfig.read(keys, map(pre_norm, attentions(keys, RopeType.NORMAL), feed_forwards(keys)))
+    return TextConfig.read(keys, decoder_layers(attentions(keys, RopeType.NORMAL), feed_forwards(keys)))
 '''.lstrip()
 ARCHITECTURE_HERE_PROGRAM = """
 from pathlib import Path

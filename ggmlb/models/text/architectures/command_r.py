@@ -7,15 +7,8 @@ from dataclasses import replace
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import (
-    Attention,
-    Layer,
-    Parallel,
-    Residual,
-    attentions,
-    feed_forwards,
-    sliding_windows,
-)
+from ggmlb.models.text.blocks import Attention, Layer, Parallel, Residual, attentions, feed_forwards
+from ggmlb.models.text.blocks.attention import sliding_windows, windowed
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -33,15 +26,12 @@ def command_r(keys: Keys) -> TextConfig:
 @register_architecture("cohere2")
 def cohere2(keys: Keys) -> TextConfig:
     """Read a model: three of four layers have a window, and only these have RoPE."""
-    windows = sliding_windows(keys, 4, None)
-    layers = (
-        a.windowed(window) if window else replace(a, rope=None)
-        for a, window in zip(attentions(keys, RopeType.NORMAL), windows, strict=True)
-    )
-    return _parallel(keys, layers, keys.real("logit_scale"))
+    attention = windowed(attentions(keys, RopeType.NORMAL), sliding_windows(keys, 4, None))
+    local = (a if a.window else replace(a, rope=None) for a in attention)
+    return _parallel(keys, local, keys.real("logit_scale"))
 
 
-def _parallel(keys: Keys, layers: Iterable[Attention], logit_scale: float) -> TextConfig:
-    both = (Parallel(pair) for pair in zip(layers, feed_forwards(keys), strict=True))
-    steps = [Layer((Residual("attn_norm", block),)) for block in both]
-    return TextConfig.read(keys, steps, "layer", logit_scale=logit_scale or 1.0)
+def _parallel(keys: Keys, attention: Iterable[Attention], logit_scale: float) -> TextConfig:
+    both = (Parallel(pair) for pair in zip(attention, feed_forwards(keys), strict=True))
+    layers = [Layer((Residual("attn_norm", block),)) for block in both]
+    return TextConfig.read(keys, layers, "layer", logit_scale=logit_scale or 1.0)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import Attention, attentions, feed_forwards, pre_post_norm, sliding_windows
+from ggmlb.models.text.blocks import (
+    POST,
+    Attention,
+    attentions,
+    decoder_layers,
+    feed_forwards,
+    sliding_windows,
+    windowed,
+)
 from ggmlb.models.text.blocks.attention import MIN_BASE
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
@@ -21,12 +28,11 @@ N_LAYER_27B = 46
 def gemma2(keys: Keys) -> TextConfig:
     """Read a model: every other layer has a window, scores and logits are capped."""
     attention = gemma_attentions(keys, N_LAYER_27B, softcap=keys.real("attn_logit_softcapping", 50.0))
-    windows = sliding_windows(keys, 2, 4096)
     base = keys.real("rope.freq_base_swa", keys.real("rope.freq_base", 10000.0, MIN_BASE), MIN_BASE)
-    local = map(partial(Attention.windowed, freq_base=base), attention, windows)
+    attention = windowed(attention, sliding_windows(keys, 2, 4096), freq_base=base)
     return TextConfig.read(
         keys,
-        map(pre_post_norm, local, feed_forwards(keys, "geglu")),
+        decoder_layers(attention, feed_forwards(keys, "geglu"), after=POST),
         embedding_scale=keys.n_embd**0.5,
         final_softcap=keys.real("final_logit_softcapping", 30.0),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import attentions, feed_forwards, pre_post_norm
+from ggmlb.models.text.blocks import POST, attentions, decoder_layers, feed_forwards
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -15,4 +15,5 @@ def glm4(keys: Keys) -> TextConfig:
     sections = keys.by_layer("rope.dimension_sections")
     if any((keys.count("rope.dimension_sections", 0, 0),) if sections is None else sections):
         raise keys.error("rope.dimension_sections", "positions in images are not supported; use a text model")
-    return TextConfig.read(keys, map(pre_post_norm, attentions(keys, RopeType.NORMAL), feed_forwards(keys)))
+    attention = attentions(keys, RopeType.NORMAL)
+    return TextConfig.read(keys, decoder_layers(attention, feed_forwards(keys), after=POST))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import Attention, Layer, Residual, attentions, experts, sliding_windows
+from ggmlb.models.text.blocks import attentions, decoder_layers, experts, sliding_windows, windowed
 from ggmlb.models.text.blocks.attention import MIN_BASE
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
@@ -17,10 +15,6 @@ def gpt_oss(keys: Keys) -> TextConfig:
     """Read a model: heads have sinks, every other layer a window, and experts biases."""
     attention = attentions(keys, RopeType.NEOX, has_sinks=True)
     base = keys.real("rope.freq_base_swa", keys.real("rope.freq_base", 10000.0, MIN_BASE), MIN_BASE)
+    attention = windowed(attention, sliding_windows(keys, 2, None), freq_base=base)
     parts = experts(keys, activation="swiglu_oai", weighting="chosen", has_biases=True)
-    local = map(partial(Attention.windowed, freq_base=base), attention, sliding_windows(keys, 2, None))
-    layers = (
-        Layer((Residual("attn_norm", a), Residual("post_attention_norm", part)))
-        for a, part in zip(local, parts, strict=True)
-    )
-    return TextConfig.read(keys, layers)
+    return TextConfig.read(keys, decoder_layers(attention, parts, ("attn_norm", "post_attention_norm")))

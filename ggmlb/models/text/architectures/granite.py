@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import FeedForward, Parallel, attentions, dense_or_experts, pre_norm
+from ggmlb.models.text.blocks import FeedForward, Parallel, attentions, decoder_layers, dense_or_experts
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -23,11 +23,9 @@ def granite(keys: Keys) -> TextConfig:
     parts = dense_or_experts(keys)
     if keys.count("expert_count", 0, 0) and (n := keys.count("expert_shared_feed_forward_length", 0, 0)):
         parts = [Parallel((part, FeedForward(n, suffix="_shexp"))) for part in parts]
-    residual = keys.real("residual_scale", 0.0) or 1.0
-    layers = [pre_norm(a, part, residual) for a, part in zip(attention, parts, strict=True)]
     return TextConfig.read(
         keys,
-        layers,
+        decoder_layers(attention, parts, scale=keys.real("residual_scale", 0.0) or 1.0),
         embedding_scale=keys.real("embedding_scale", 0.0) or 1.0,
         logit_scale=1 / keys.real("logit_scale", None, 1e-6),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import attentions, dense_or_experts, pre_norm
+from ggmlb.models.text.blocks import attentions, decoder_layers, dense_or_experts
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -15,8 +15,8 @@ from ggmlb.models.text.keys import Keys
 @register_architecture("mistral3")
 def mistral3(keys: Keys) -> TextConfig:
     """Read a model: Llama, with queries scaled by position and more parameters of YaRN."""
-    layers = attentions(keys, RopeType.NORMAL)
-    rope = layers[0].rope
+    attention = attentions(keys, RopeType.NORMAL)
+    rope = attention[0].rope
     assert rope is not None
     rope = replace(
         rope,
@@ -28,5 +28,5 @@ def mistral3(keys: Keys) -> TextConfig:
         rope = replace(rope, attn_factor=rope.attn_factor / (1 - log_factor * math.log(rope.freq_scale)))
     scale = keys.real("attention.temperature_scale", 0.0)
     temperature = (scale, rope.n_ctx_orig) if scale else None
-    layers = [replace(a, rope=rope, temperature=temperature) for a in layers]
-    return TextConfig.read(keys, map(pre_norm, layers, dense_or_experts(keys)))
+    attention = [replace(a, rope=rope, temperature=temperature) for a in attention]
+    return TextConfig.read(keys, decoder_layers(attention, dense_or_experts(keys)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import attentions, feed_forwards, pre_norm
+from ggmlb.models.text.blocks import attentions, decoder_layers, feed_forwards
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -12,4 +12,4 @@ from ggmlb.models.text.keys import Keys
 @register_architecture("qwen2")
 def qwen2(keys: Keys) -> TextConfig:
     """Read a model; its biases are those of the file."""
-    return TextConfig.read(keys, map(pre_norm, attentions(keys, RopeType.NEOX), feed_forwards(keys)))
+    return TextConfig.read(keys, decoder_layers(attentions(keys, RopeType.NEOX), feed_forwards(keys)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import FeedForward, Parallel, attentions, experts, pre_norm
+from ggmlb.models.text.blocks import FeedForward, Parallel, attentions, decoder_layers, experts
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -18,4 +18,4 @@ def qwen2moe(keys: Keys) -> TextConfig:
         raise keys.error("expert_shared_feed_forward_length", f"it is {size}; it must be 1 or more")
     shared = FeedForward(size, suffix="_shexp", is_scaled=True)
     parts = [Parallel((part, shared)) for part in experts(keys, weighting="share")]
-    return TextConfig.read(keys, map(pre_norm, attentions(keys, RopeType.NEOX), parts))
+    return TextConfig.read(keys, decoder_layers(attentions(keys, RopeType.NEOX), parts))

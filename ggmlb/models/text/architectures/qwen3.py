@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import attentions, experts, feed_forwards, pre_norm
+from ggmlb.models.text.blocks import attentions, decoder_layers, experts, feed_forwards
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -13,11 +13,11 @@ from ggmlb.models.text.keys import Keys
 def qwen3(keys: Keys) -> TextConfig:
     """Read a model, whose queries and keys have norms."""
     attention = attentions(keys, RopeType.NEOX, norms="head")
-    return TextConfig.read(keys, map(pre_norm, attention, feed_forwards(keys)))
+    return TextConfig.read(keys, decoder_layers(attention, feed_forwards(keys)))
 
 
 @register_architecture("qwen3moe")
 def qwen3moe(keys: Keys) -> TextConfig:
     """Read a model with experts."""
     attention = attentions(keys, RopeType.NEOX, norms="head")
-    return TextConfig.read(keys, map(pre_norm, attention, experts(keys)))
+    return TextConfig.read(keys, decoder_layers(attention, experts(keys)))

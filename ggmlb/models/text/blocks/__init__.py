@@ -1,6 +1,6 @@
 """Blocks: the parts of which the layers of language models consist; each has its weights and its nodes."""
 
-from ggmlb.models.text.blocks.attention import Attention, Rope, attentions, sliding_windows
+from ggmlb.models.text.blocks.attention import Attention, Rope, attentions, sliding_windows, windowed
 from ggmlb.models.text.blocks.block import Block, Parallel, Recurrent, Slices, Weight
 from ggmlb.models.text.blocks.feed_forward import (
     Experts,
@@ -9,10 +9,12 @@ from ggmlb.models.text.blocks.feed_forward import (
     experts,
     feed_forwards,
 )
-from ggmlb.models.text.blocks.layer import Layer, Residual, post_norm, pre_norm, pre_post_norm
+from ggmlb.models.text.blocks.layer import NONE, POST, Layer, Residual, decoder_layers
 from ggmlb.models.text.blocks.mamba import Mamba
 
 __all__ = [
+    "NONE",
+    "POST",
     "Attention",
     "Block",
     "Experts",
@@ -26,11 +28,10 @@ __all__ = [
     "Slices",
     "Weight",
     "attentions",
+    "decoder_layers",
     "dense_or_experts",
     "experts",
     "feed_forwards",
-    "post_norm",
-    "pre_norm",
-    "pre_post_norm",
     "sliding_windows",
+    "windowed",
 ]

@@ -99,12 +99,6 @@ class Attention(Block):
     is_fused: bool = False
     temperature: tuple[float, int] | None = None
 
-    def windowed(self, window: int, **rope: Any) -> Attention:
-        """Return the same with a sliding window, and with other parameters of RoPE; 0: unchanged."""
-        if not window:
-            return self
-        return replace(self, window=window, rope=self.rope and replace(self.rope, **rope))
-
     @property
     def memory(self) -> Mapping[str, int]:
         """Elements that each token has in the KV cache, by the name of the cache's tensor."""
@@ -298,3 +292,11 @@ def sliding_windows(keys: Keys, period: int, default: int | None = 0) -> tuple[i
         period = keys.count("attention.sliding_window_pattern", period, 0, 1 << 30)
         windowed = tuple(period == 0 or i % period < period - 1 for i in range(keys.n_layer))
     return tuple(window if is_local else 0 for is_local in windowed)
+
+
+def windowed(layers: Sequence[Attention], windows: Sequence[int], **rope: Any) -> list[Attention]:
+    """Return layers with their windows; where there is one, RoPE has the other parameters `rope`."""
+    return [
+        replace(a, window=window, rope=a.rope and replace(a.rope, **rope)) if window else a
+        for a, window in zip(layers, windows, strict=True)
+    ]

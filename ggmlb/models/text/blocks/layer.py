@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -77,31 +77,27 @@ class Layer:
         return next((block for block in self.blocks() if isinstance(block, kind)), None)
 
 
-def pre_norm(attention: Block, feed_forward: Block, scale: float = 1.0) -> Layer:
-    """Return a layer with norms of both blocks' inputs; `scale`: of the blocks' outputs."""
-    return Layer(
-        (
-            Residual("attn_norm", attention, scale=scale),
-            Residual("ffn_norm", feed_forward, scale=scale),
-        )
-    )
+PRE, POST, NONE = ("attn_norm", "ffn_norm"), ("post_attention_norm", "post_ffw_norm"), ("", "")
+"""Names of the norms before, or after, attention and the feed-forward part."""
 
 
-def pre_post_norm(attention: Block, feed_forward: Block) -> Layer:
-    """Return a layer with norms of both blocks' inputs and outputs."""
-    return Layer(
-        (
-            Residual("attn_norm", attention, "post_attention_norm"),
-            Residual("ffn_norm", feed_forward, "post_ffw_norm"),
-        )
-    )
+def decoder_layers(
+    attention: Iterable[Block],
+    feed_forward: Iterable[Block],
+    before: tuple[str, str] = PRE,
+    after: tuple[str, str] = NONE,
+    scale: float = 1.0,
+) -> list[Layer]:
+    """Return layers of attention and feed-forward part.
 
-
-def post_norm(attention: Block, feed_forward: Block) -> Layer:
-    """Return a layer with norms of both blocks' outputs."""
-    return Layer(
-        (
-            Residual("", attention, "post_attention_norm"),
-            Residual("", feed_forward, "post_ffw_norm"),
-        )
-    )
+    Args:
+        attention: The attention of each layer.
+        feed_forward: The feed-forward part of each layer.
+        before: Norms of the inputs of both.
+        after: Norms of their outputs.
+        scale: Factor of their outputs.
+    """
+    return [
+        Layer((Residual(before[0], first, after[0], scale), Residual(before[1], second, after[1], scale)))
+        for first, second in zip(attention, feed_forward, strict=True)
+    ]
