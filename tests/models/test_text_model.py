@@ -174,7 +174,7 @@ def test_a_pipeline_of_devices(
 
 
 @pytest.mark.skipif("OpenCL0" not in DEVICES, reason="no device here has memory of its own")
-@pytest.mark.parametrize("kind", ["llama-experts", "qwen3moe"])
+@pytest.mark.parametrize("kind", ["llama-experts", "qwen3moe", "qwen2moe", "gpt-oss"])
 def test_experts_used_most_are_cached(models: Callable[..., Path], kind: str) -> None:
     """Steps of one token compute from the cache, whatever it holds; longer ones from host memory."""
     devices = ["OpenCL0", "CPU"]
@@ -198,6 +198,21 @@ def test_experts_used_most_are_cached(models: Callable[..., Path], kind: str) ->
             misses.append(model.experts.n_misses)
             assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2
     assert misses[0] > misses[1] > misses[2] and misses[2] <= 4 * 3
+
+
+@pytest.mark.skipif("OpenCL0" not in DEVICES, reason="no device here has memory of its own")
+def test_layers_may_use_different_numbers_of_experts(tmp_path: Path) -> None:
+    used = {"expert_used_count": np.array([1, 3, 2], np.int32)}
+    path = write_text_model(tmp_path / "m.gguf", "llama-experts", changes=used)
+    devices = ["OpenCL0", "CPU"]
+    with TextModel(path, ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+        assert model.trace(PROMPT, "blk.*.ffn_chosen")["blk.1.ffn_chosen"].shape == (len(PROMPT), 3)
+    with pytest.raises(ArgumentError, match=r"a token uses 3: give ([\d,]+)") as found:
+        TextModel(path, devices, Placement(expert_cache=1), n_ctx=64)
+    least = int(str(found.value).rpartition("give ")[2].removesuffix(" or more").replace(",", ""))
+    with TextModel(path, placement=Placement(devices, expert_cache=least), n_ctx=64) as model:
+        assert np.abs(log_probs(step_by_step(model, 1)) - expected[:-1]).max() < 2e-2
 
 
 def test_an_expert_cache_that_cannot_be(models: Callable[..., Path]) -> None:

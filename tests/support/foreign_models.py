@@ -1,4 +1,4 @@
-"""Small random models of architectures that ggmlb does not know, written with PyPI's `gguf`."""
+"""Small random models for llama.cpp on our devices, of other architectures, written with PyPI's `gguf`."""
 
 from __future__ import annotations
 

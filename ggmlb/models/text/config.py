@@ -116,8 +116,9 @@ class TextConfig:
 
     @cached_property
     def experts(self) -> Experts | None:
-        """The experts of the first layer that has any; `None` if there are none."""
-        return next((found for layer in self.layers if (found := layer.find(Experts))), None)
+        """The experts of the layer whose tokens use most of them; `None` if there are none."""
+        found = [experts for layer in self.layers if (experts := layer.find(Experts))]
+        return max(found, key=lambda experts: experts.n_used, default=None)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
