@@ -363,9 +363,10 @@ class Decoder(BaseDecoder[KvCache]):
         return found[1] if len(found) == 2 else np.concatenate(found)
 
     def wait(self) -> None:
-        """Wait for the queued batches."""
-        super().wait()
-        self._queued.clear()
+        """Wait for the queued batches, if there are any."""
+        if self._queued:
+            super().wait()
+            self._queued.clear()
 
     def _fail(self, cells: npt.NDArray[np.int64]) -> None:
         """Free the cells of a failed batch, and of those queued before it, whose sequences are then lost."""

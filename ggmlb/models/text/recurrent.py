@@ -34,9 +34,10 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
     """The sequences of the steps queued since the last wait."""
 
     def wait(self) -> None:
-        """Wait for the queued steps."""
-        super().wait()
-        self._queued = ()
+        """Wait for the queued steps, if there are any."""
+        if self._queued:
+            super().wait()
+            self._queued = ()
 
     def _largest(self) -> Iterator[RecurrentGraph]:
         n_most = 1 << (self._memory.spare - 1).bit_length()
