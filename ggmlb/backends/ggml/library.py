@@ -41,8 +41,8 @@ N_PARAMS: Final = 64
 N_NAME: Final = 63
 """`GGML_MAX_SRC`, `GGML_MAX_OP_PARAMS`, and the longest name, without its 0 [bytes]."""
 
-QUIET: Final = {"GGML_NO_BACKTRACE": "1"}
-"""Environment of child processes: an abort then starts no debugger for a backtrace."""
+QUIET: Final = {"GGML_NO_BACKTRACE": "1", "GGMLB_REGISTER_WITH_GGML": ""}
+"""Environment of child processes: an abort starts no debugger for a backtrace, and no device is registered."""
 
 
 def probe(found: Found, *options: str) -> dict[str, Any]:
