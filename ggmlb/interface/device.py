@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ggmlb.core.arguments import named
 from ggmlb.core.enums import DeviceType
-from ggmlb.core.errors import ArgumentError, BackendBroken, BackendError, Error, kind_of, one_line
+from ggmlb.core.errors import ArgumentError, BackendBroken, BackendError, Error, one_line
 from ggmlb.core.lifetime import Unique
 from ggmlb.core.tensor import Tensor
 
@@ -78,20 +78,17 @@ def _opening(init_backend: Callable[..., Backend]) -> Callable[..., Backend]:
 
     @wraps(init_backend)
     def opened(device: Device, *args: Any, **options: Any) -> Backend:
-        from ggmlb.interface.backend import Backend
-
         try:
-            stream = init_backend(device, *args, **options)
+            stream: Backend | None = init_backend(device, *args, **options)
         except Error:
             raise
         except Exception as error:
             last = extract_tb(error.__traceback__)[-1]
             where = f"{last.filename}:{last.lineno}, in {last.name}"
             raise BackendBroken(f"{device.name} opens no stream: {one_line(error)} ({where})") from error
-        if not isinstance(stream, Backend):
+        if stream is None:
             raise BackendBroken(
-                f"{device.name} opens no stream: init_backend returned {kind_of(stream)}; it must return a "
-                "ggmlb.Backend"
+                f"{device.name} opens no stream: init_backend returned None; it must return a ggmlb.Backend"
             )
         return stream
 

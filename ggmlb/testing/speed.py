@@ -5,7 +5,7 @@ For choosing a device and checking a driver's setup; mode `perf` measures each o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -46,12 +46,6 @@ class Figure:
     unit: str
     value: float | None
     samples: tuple[float, ...] = ()
-
-
-def figures(device: Device) -> Iterator[Figure]:
-    """Measure a device's bandwidths, products and latencies; yield each as soon as it is known."""
-    for name in names():
-        yield figure(device, name)
 
 
 def names() -> list[str]:

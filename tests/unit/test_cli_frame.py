@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -88,12 +87,12 @@ def test_quiet_shows_results_only(
 def test_ctrl_c_keeps_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def figures(device: Any) -> Iterator[Figure]:
-        yield Figure("copy in its memory", "GB/s", 12.5)
-        if device.name == "CPU":
+    def figure(device: Any, name: str) -> Figure:
+        if device.name == "CPU" and name != "copy in its memory":
             raise KeyboardInterrupt
+        return Figure(name, "GB/s", 12.5, (12.5,))
 
-    monkeypatch.setattr("ggmlb.testing.speed.figures", figures)
+    monkeypatch.setattr("ggmlb.testing.speed.figure", figure)
     assert main(["bench", "-d", "LLVM,CPU"]) == 130
     out, err = capsys.readouterr()
     assert "12.5" in out and "LLVM: " in out and "CPU: " not in out
