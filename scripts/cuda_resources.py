@@ -173,11 +173,12 @@ def _fused(dtype: DType, n: int, target: Target) -> list[Launch]:
 
 
 def _experts(dtype: DType, n: int, target: Target) -> list[Launch]:
-    """Return the launches of a gated unit of experts, and of one product with them."""
+    """Return the launches of a gated unit of experts with biases, and of one product with them."""
     ctx = Context()
     x, ids = ctx.new_tensor(DType.F32, (4096, 1, n)), ctx.new_tensor(DType.I32, (2, n))
     gate, up = (ctx.mul_mat_id(ctx.new_tensor(dtype, (4096, 1024, 8)), x, ids) for _ in range(2))
-    return [*_of_groups(target, ctx.swiglu_split(gate, up)), *_launches(gate, target)]
+    biased = [ctx.add_id(y, ctx.new_tensor(DType.F32, (1024, 8)), ids) for y in (gate, up)]
+    return [*_of_groups(target, ctx.swiglu_split(*biased)), *_launches(gate, target)]
 
 
 def _of_groups(target: Target, *results: Tensor) -> list[Launch]:
