@@ -42,7 +42,7 @@ N_NAME: Final = 63
 """`GGML_MAX_SRC`, `GGML_MAX_OP_PARAMS`, and the longest name, without its 0 [bytes]."""
 
 QUIET: Final = {"GGML_NO_BACKTRACE": "1", "GGMLB_REGISTER_WITH_GGML": ""}
-"""Environment of child processes: an abort starts no debugger for a backtrace, and no device is registered."""
+"""Environment of child processes: no debugger for a backtrace after an abort, no registration of devices."""
 
 
 def probe(found: Found, *options: str) -> dict[str, Any]:
