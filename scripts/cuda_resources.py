@@ -148,6 +148,11 @@ def hot(architecture: str = "sm_90") -> dict[str, Variant]:
                 _add(
                     found, f"{launch.kernel.name} {dict(launch.defines).get('a_T', '')}{what}".strip(), launch
                 )
+    ctx = Context()
+    w, x = ctx.new_tensor(DType.Q4_0, (8192, 512)), ctx.new_tensor(DType.F32, (8192, 16))
+    for launch in _launches(ctx.mul_mat(w, x), target):  # rows that blocks share
+        if launch.kernel.name == "add_splits":
+            _add(found, launch.kernel.name, launch)
     for launch in _fused(DType.F16, 64, target):
         _add(found, launch.kernel.name, launch)
     for size in (64, 128, 256, 576):
