@@ -66,7 +66,10 @@ ROWS_BESIDE = 32
 CYCLES_OF_LAUNCH, CYCLES_OF_SUM = 4000, 0.3
 """Of adding the sums of splits: a launch, and a multiprocessor's share of a sum."""
 
-IN_HALVES = frozenset({DType.Q2_K, DType.Q3_K, DType.Q6_K, DType.IQ2_XS, DType.IQ2_S, DType.IQ1_M})
+GRIDS_IN_HALVES = frozenset({DType.IQ2_XS, DType.IQ2_S, DType.IQ1_M})
+"""Those of `IN_HALVES` whose quants are entries of tables: with 64 columns, registers spill."""
+
+IN_HALVES = frozenset({DType.Q2_K, DType.Q3_K, DType.Q6_K}) | GRIDS_IN_HALVES
 """Types with two scales per sub-block of 32 elements."""
 
 WITH_MINS = frozenset({DType.Q4_1, DType.Q5_1, DType.Q2_K, DType.Q4_K, DType.Q5_K})
@@ -240,7 +243,8 @@ def tile(target: Target, a: Tensor | Mem, n: int, n_matrices: int = 1) -> Tile:
     Estimated in cycles by the kernels' instructions (docs/cuda.md). Blocks that wait for a processor count
     as much as the first ones. More than one split must be worth the launch that adds their sums.
     """
-    columns = 16 * -(-n // (16 * -(-n // MMA_COLUMNS)))
+    most = MMA_COLUMNS // 2 if a.dtype in GRIDS_IN_HALVES else MMA_COLUMNS
+    columns = 16 * -(-n // (16 * -(-n // most)))
     nbytes, k_tiles = a.dtype.type_size * 256 // a.dtype.block_size, -(-a.ne[0] // 256)
     is_skewed = nbytes % 16 != 0 or _align(a)["ALIGN"] < 16
     row = 16 * (-(-(nbytes + 15 * is_skewed) // 16) | 1)
