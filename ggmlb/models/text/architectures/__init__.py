@@ -7,6 +7,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Final
 
+from ggmlb.core.arguments import checked
 from ggmlb.core.errors import ArgumentError, ModelError, did_you_mean
 from ggmlb.models.text.keys import Keys
 
@@ -23,6 +24,7 @@ Architecture = Callable[[Keys], "TextConfig"]
 _known: dict[str, Architecture] = {}
 
 
+@checked
 def register_architecture(name: str) -> Callable[[Architecture], Architecture]:
     """Return a decorator that makes a function the reader of files of an architecture.
 
