@@ -31,6 +31,11 @@ def _drawn_weight(p: Program) -> DType:
     return dtype
 
 
+def _more_rows(dtype: DType) -> int:
+    """Return the rows to add to a weight of random blocks, of which a single product may cancel."""
+    return 32 if dtype in READ_ONLY else 0
+
+
 def _timed_product(dtype: DType, n: int) -> Perf:
     """A product of `n` columns to be timed, with weights of that type."""
     k, m = (1024, 1024) if n > 8 else (2048, 4096)
@@ -54,7 +59,7 @@ def mul_mat(p: Program) -> None:
     k = p.extent(3, 9) * dtype.block_size if dtype.block_size > 1 else p.extent(70, 700)
     n2, n3 = p.extra(1, 3), p.extra(1, 2)
     layouts = ROWS if dtype.block_size == 1 else (PLAIN, PADDED)
-    m, n = p.extent(20, 200), p.extent(12, 80)
+    m, n = p.extent(20, 200) + _more_rows(dtype), p.extent(12, 80)
     a = p.operand(dtype, (k, m, n2, n3), *layouts, beyond=ROWS, **LOPSIDED)
     b = p.operand(
         p.one_of(F32, beyond=(F16,)), (k, n, n2 * p.extra(1, 3), n3 * p.extra(1, 2)), *layouts, **LOPSIDED
@@ -82,7 +87,7 @@ def mul_mat_id(p: Program) -> None:
     n_experts, n_used, n_tokens = p.int(1, 5), p.int(1, 4), p.extent(6, 40)
     n_used = min(n_used, n_experts)
     ids = [p.random.permutation(n_experts)[:n_used] for _ in range(n_tokens)]
-    a = p.leaf(dtype, (k, p.extent(20, 100), n_experts), **LOPSIDED)
+    a = p.leaf(dtype, (k, p.extent(20, 100) + _more_rows(dtype), n_experts), **LOPSIDED)
     b = p.operand(F32, (k, p.one_of(1, n_used), n_tokens), PLAIN, PADDED, **LOPSIDED)
     p.nmse = 1e-6 if dtype is F32 else 1e-3
     p.out("mul_mat_id", a, b, p.leaf(I32, (n_used, n_tokens), ids))

@@ -64,10 +64,10 @@ DEVICE_FN void lookup(const uint *table, uint w, int *low, int *high)
 #define TABLE_E2M1  const uint table[4] = {LEVEL_WORDS_mxfp4};
 
 /* load words of both halves of 32 bytes */
-template <int N> DEVICE_FN void halves_at(const uint *tile, int at, int first, int *w, int up = 0)
+template <int N> DEVICE_FN void halves_at(const uint *tile, int start, int first, int *w, int up = 0)
 {
-    if (N == 4) words_at<8>(tile, at, w, up);
-    else UNROLL for (int h = 0; h < 2; h++) words_at<N>(tile, at + 16*h + 4*first, w + N*h, up);
+    if (N == 4) words_at<8>(tile, start, w, up);
+    else UNROLL for (int h = 0; h < 2; h++) words_at<N>(tile, start + 16*h + 4*first, w + N*h, up);
 }
 
 /* unpack 16 bytes of nibbles: the low ones are the first half of the sub-block */
