@@ -58,7 +58,7 @@ def variants() -> list[Variant]:
                 steps += lower(item, target) if isinstance(item, Group) else []
         return list(dict.fromkeys((step.kernel, step.defines, step.wg) for step in steps))
 
-    chosen = launched(Target(False, 2, 128, capability=90))
+    chosen = launched(Target(False, 2, 128))
     on_gpu = {kernel.name for kernel, *_ in chosen}
     on_cpu = {variant[0].name: variant for variant in launched(Target(True, 2, 1))}
     rest = [variant for name, variant in on_cpu.items() if name not in on_gpu]

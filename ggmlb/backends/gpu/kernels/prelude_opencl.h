@@ -163,7 +163,8 @@ DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q) { return MAKE_F8(LOOKUP_); 
 #endif
 DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.lo + s.hi; return t.x + t.y; }
 
-/* reduce over the LANES work-items of a row; each gets the result; also a barrier. s: LOCAL float[WG] */
+/* Reduce over the LANES work-items of a row; each gets the result; also a barrier. s: LOCAL float[WG]. Always inlined: PoCL
+   3.0 makes a local array that a function accesses static, shared by all groups (docs/opencl-faults.md). */
 #ifndef LANES
 #define LANES WG
 #endif
@@ -175,5 +176,5 @@ DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.
     return s[l_ - l_ % LANES];
 #endif
 #define ADD_(a, b) ((a) + (b))
-DEVICE_FN float WG_REDUCE_ADD(float x, LOCAL float *s) { WG_REDUCE_(ADD_) }
-DEVICE_FN float WG_REDUCE_MAX(float x, LOCAL float *s) { WG_REDUCE_(FMAX) }
+__attribute__((always_inline)) DEVICE_FN float WG_REDUCE_ADD(float x, LOCAL float *s) { WG_REDUCE_(ADD_) }
+__attribute__((always_inline)) DEVICE_FN float WG_REDUCE_MAX(float x, LOCAL float *s) { WG_REDUCE_(FMAX) }

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing (only on CUDA), and the weighted sum of results; not on CPU-type devices."""
+"""Mixtures of experts: routing, and the weighted sum of results; not on CPU-type devices."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def _soft_max_alone(group: Group) -> str | None:
 
 def _in_registers(group: Group, target: Target) -> str | None:
     n, n_used = scores_of(group).ne[0], group["chosen"].ne[0]
-    if not target.capability:  # in the process that compiles it, PoCL 3.0 computes it wrong: not trusted
-        return "not on OpenCL"
-    if n > MAX_PER * target.max_wg:
+    if target.on_cpu or n > MAX_PER * target.max_wg:
         return "rows that do not fit in registers"
     return None if n_used <= (8 if n <= 128 else 32) else "more experts per token than work-items per row"
 
