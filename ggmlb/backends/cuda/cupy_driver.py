@@ -194,15 +194,15 @@ class CupyDriver:
         function = self._function(launch, device)
         packet = _Packet(block)
         wg, shared, extra, run = launch.wg, launch.shared, packet.address, cu.launchKernel
-        x, y, z = grid(launch, lambda: self._at_once(function, wg, shared, device))
+        x, y, z = grid(launch, lambda: self._resident(function, wg, shared, device))
 
         def call(stream: int, packet: _Packet = packet) -> None:
             run(function, x, y, z, wg, 1, 1, shared, stream, 0, extra)
 
         return call
 
-    def _at_once(self, function: int, wg: int, shared: int, device: int) -> int:
-        """Return how many groups the device runs at once, by CUDA's occupancy of a multiprocessor."""
+    def _resident(self, function: int, wg: int, shared: int, device: int) -> int:
+        """Return how many blocks are resident on the device at once, by CUDA's occupancy calculator."""
         if device not in self._n_units:
             self._n_units[device] = self.facts(device).n_units
         with self.on(device):

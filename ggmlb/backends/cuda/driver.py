@@ -285,10 +285,10 @@ def address_of(array: npt.NDArray[Any]) -> int:
     return address
 
 
-def grid(launch: Launch, at_once: Callable[[], int]) -> tuple[int, int, int]:
-    """Return a launch's groups; of those that take turns, as many as run at once (`at_once`)."""
+def grid(launch: Launch, resident: Callable[[], int]) -> tuple[int, int, int]:
+    """Return a launch's grid; of a persistent kernel, only as many blocks as the device runs at once."""
     x, y, z = launch.groups
-    return (min(x, max(1, -(-at_once() // (y * z)))) if launch.takes_turns else x), y, z
+    return (min(x, max(1, -(-resident() // (y * z)))) if launch.persistent else x), y, z
 
 
 OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use

@@ -134,8 +134,8 @@ class Launch:
         groups: Work-groups in three dimensions.
         wg: Work-items of a group.
         shared: Shared memory of a group, beside what its text declares [bytes]; only on CUDA.
-        takes_turns: Whether groups stride over the first dimension's work, so that as many of them as the
-            device runs at once suffice; only on CUDA.
+        persistent: Whether the kernel has a grid-stride loop over the first dimension, so that a grid of
+            only the resident blocks suffices; only on CUDA.
     """
 
     kernel: Kernel
@@ -144,7 +144,7 @@ class Launch:
     groups: tuple[int, int, int]
     wg: int
     shared: int = 0
-    takes_turns: bool = False
+    persistent: bool = False
 
 
 def argument_block(launch: Launch, language: Language, base: Callable[[Mem], int] = lambda _: 0) -> bytes:

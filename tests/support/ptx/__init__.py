@@ -29,7 +29,7 @@ from tests.support.ptx.program import Program, PtxError, Span
 __all__ = ["BACKWARD", "FORWARD", "NVRTC", "Compiler", "Memory", "PtxError", "Span", "build"]
 
 AT_ONCE = 4
-"""Groups that run at once, where that is asked: few, so that they take turns."""
+"""Resident blocks of persistent kernels: few, so that each has several iterations."""
 
 FORWARD, BACKWARD = False, True
 """Orders in which warps and blocks have their turns."""

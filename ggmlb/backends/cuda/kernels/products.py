@@ -99,7 +99,7 @@ def _kernel(
     **flags: str | int,
 ) -> Launch:
     made = launch(kernels(PACKAGE)[name], [*mems, *numbers], groups, WG, **flags)
-    return replace(made, takes_turns=name in ("mul_mat_q8", "mul_mats_q8", "mul_mat_id_q8"))
+    return replace(made, persistent=name in ("mul_mat_q8", "mul_mats_q8", "mul_mat_id_q8"))
 
 
 def _shape(
