@@ -91,7 +91,7 @@ class PatternNode:
     Attributes:
         name: Its name in the group.
         ops: The allowed ops.
-        inputs: Parts whose results it reads, and the allowed operand indices of each.
+        inputs: Parts whose results it reads, with operand indices.
         keepable: Whether its result may have other readers.
         by_views: Whether views are allowed between it and its inputs.
         is_shared: Whether several parts of the group read its result.
@@ -101,12 +101,16 @@ class PatternNode:
 
     name: str
     ops: tuple[Op, ...]
-    inputs: tuple[tuple[PatternNode, tuple[int, ...]], ...] = ()
+    inputs: Inputs = ()
     keepable: bool = False
     by_views: bool = False
     is_shared: bool = False
     repeats: bool = False
     in_place: bool = False
+
+
+Inputs: TypeAlias = tuple[tuple[PatternNode, tuple[int, ...]], ...]
+"""Parts whose results a part reads, and the allowed operand indices of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,13 +336,17 @@ def _product(name: str, added: str | None) -> PatternNode:
     return PatternNode(added, (Op.ADD,), ((product, (0, 1)),)) if added else product
 
 
+def _chosen(is_sorted: bool, inputs: Inputs = ()) -> PatternNode:
+    """Return the choice of experts by top-k of scores, or by the first places of the sorted scores."""
+    if not is_sorted:
+        return PatternNode("chosen", (Op.TOP_K,), inputs, keepable=True)
+    sorted_ = PatternNode("sorted", (Op.ARGSORT,), inputs)
+    return PatternNode("chosen", (Op.VIEW,), ((sorted_, (0,)),), keepable=True)
+
+
 def _routing(*, is_sorted: bool, div: bool, clamp: bool = False) -> Pattern:
     shares = PatternNode("shares", (Op.SOFT_MAX,), is_shared=True)
-    chosen = PatternNode("chosen", (Op.TOP_K,), ((shares, (0,)),), keepable=True)
-    if is_sorted:
-        sorted_ = PatternNode("sorted", (Op.ARGSORT,), ((shares, (0,)),))
-        chosen = PatternNode("chosen", (Op.VIEW,), ((sorted_, (0,)),), keepable=True)
-    inputs = ((shares, (0,)), (chosen, (1,)))
+    inputs = ((shares, (0,)), (_chosen(is_sorted, ((shares, (0,)),)), (1,)))
     last = PatternNode("weights", (Op.GET_ROWS,), inputs, by_views=True, is_shared=div)
     if div:
         total = PatternNode("total", (Op.SUM_ROWS,), ((last, (0,)),), by_views=True)
@@ -348,16 +356,13 @@ def _routing(*, is_sorted: bool, div: bool, clamp: bool = False) -> Pattern:
     return Pattern("routing", last, _chosen_rows, early=True)
 
 
-@cache
 def _routing_of_logits(*, is_sorted: bool) -> Pattern:
-    chosen = PatternNode("chosen", (Op.TOP_K,), keepable=True)
-    if is_sorted:
-        chosen = PatternNode("chosen", (Op.VIEW,), ((PatternNode("sorted", (Op.ARGSORT,)), (0,)),), True)
-    weights = PatternNode("weights", (Op.GET_ROWS,), ((chosen, (1,)),), by_views=True)
+    weights = PatternNode("weights", (Op.GET_ROWS,), ((_chosen(is_sorted), (1,)),), by_views=True)
     last = PatternNode("shares", (Op.SOFT_MAX,), ((weights, (0,)),), by_views=True)
     return Pattern("routing", last, _chosen_rows, early=True)
 
 
+@cache
 def _rope(part: str, *, norm: bool) -> PatternNode:
     """Return the rope of queries or keys, of a normalised head or any tensor; `part` is `q` or `k`."""
     scaled = PatternNode(f"{part}_mul", (Op.MUL,), ((PatternNode(f"{part}_norm", (Op.RMS_NORM,)), (0, 1)),))
@@ -369,12 +374,12 @@ def _keys(*, norm: bool) -> PatternNode:
     return PatternNode("k_rows", (Op.SET_ROWS,), ((_rope("k", norm=norm), (0,)),), by_views=True)
 
 
-def _glu(*, add: bool, split: bool) -> Pattern:
-    inputs = [(_product("gate", "gate_add" if add else None), (0,))]
-    if split:
-        inputs.append((_product("up", "up_add" if add else None), (1,)))
-    fits = _all(_same_operand, _tiles("gate_add"), _tiles("up_add"))
-    return Pattern("glu", PatternNode("glu", (Op.GLU,), tuple(inputs)), fits)
+def _glu(product: Callable[[str, str | None], PatternNode], *, add: bool, split: bool = True) -> Pattern:
+    parts = [product(part, f"{part}_add" if add else None) for part in ("gate", "up")[: 1 + split]]
+    last = PatternNode("glu", (Op.GLU,), tuple((part, (i,)) for i, part in enumerate(parts)))
+    if product is _of_experts:
+        return Pattern("glu_id", last, _same_experts)
+    return Pattern("glu", last, _all(_same_operand, _tiles("gate_add"), _tiles("up_add")))
 
 
 def _of_experts(name: str, added: str | None) -> PatternNode:
@@ -411,21 +416,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         for is_sorted in (False, True)
     ],
     *[_routing_of_logits(is_sorted=is_sorted) for is_sorted in (False, True)],
-    *[
-        Pattern(
-            "glu_id",
-            PatternNode(
-                "glu",
-                (Op.GLU,),
-                (
-                    (_of_experts("gate", "gate_add" if add else None), (0,)),
-                    (_of_experts("up", "up_add" if add else None), (1,)),
-                ),
-            ),
-            _same_experts,
-        )
-        for add in (True, False)
-    ],
+    *[_glu(_of_experts, add=add) for add in (True, False)],
     Pattern("mul_mat_id_add", _of_experts("mul_mat", "add"), _same_experts),
     _norm(add=True, mul=True, shift=True),
     _norm(add=False, mul=True, shift=True),
@@ -437,10 +428,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         PatternNode("set_rows", (Op.SET_ROWS,), ((PatternNode("rope", (Op.ROPE,)), (0,)),), by_views=True),
         _rows_of_heads,
     ),
-    _glu(add=True, split=True),
-    _glu(add=False, split=True),
-    _glu(add=True, split=False),
-    _glu(add=False, split=False),
+    *[_glu(_product, add=add, split=split) for split in (True, False) for add in (True, False)],
     Pattern("mul_mat_add", _product("mul_mat", "add"), _tiles("add")),
     *(
         Pattern(
