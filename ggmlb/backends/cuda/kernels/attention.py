@@ -41,7 +41,7 @@ def _for_tensor_cores(node: Tensor) -> str | None:
     step = 16 if d_k <= MAX_HEAD_SIZE else 16 * WARPS_OF_HEAD
     if d_k % step or d_v % step or d_v > d_k or k.ne[2] != v.ne[2]:
         return f"head sizes of {d_k} and {d_v}: only multiples of {step}, values not larger"
-    return None if {k.dtype, v.dtype} <= CACHED else "keys or values beyond the range of f16"
+    return None if {k.dtype, v.dtype} <= CACHED else "keys or values not of f16, bf16, q8_0, q4 or q5"
 
 
 def _sets_fit(node: Tensor, target: Target) -> str | None:
