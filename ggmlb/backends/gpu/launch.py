@@ -347,7 +347,7 @@ def _register_split(target: Target, n: int, vec: int, most: int) -> RegisterSpli
 def rowwise(
     target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
-    """Return a launch of a row-wise kernel, one work-group per row of `mems[over]` (on a CPU, rows)."""
+    """Return a launch of a row-wise kernel, one work-group per row of `mems[over]` (on a CPU, several)."""
     ne = mems[over].ne
     n_rows = ne[1] * ne[2] * ne[3]
     groups = target.groups_for(n_rows, max(m.ne[0] for m in mems))

@@ -107,7 +107,7 @@ def gated(dtype: DType, k: int, m: int, n: int, target: Target = CARD) -> list[S
     y = ctx.geglu_split(ctx.mul_mat(a, x), ctx.mul_mat(g, x))
     fill(ctx)
     unit = Glu(Mem.of(g), None, GluOp.GEGLU, 0.0, 0.0)
-    steps = _each(products._small(target, Mem.of(a), x, Mem.of(y), None, unit))
+    steps = _each(products._by_kernels(target, Mem.of(a), x, Mem.of(y), None, unit))
     close(in_both_orders(steps, y), on_cpu(y))
     return steps
 

@@ -171,8 +171,8 @@ def _way(target: Target, a: Tensor | Mem, n: int) -> _Way:
     return _Way.BLAS
 
 
-def _not_small(target: Target, b: Tensor, *weights: Tensor) -> str | None:
-    """Return why `_small` does not compute products of `b` with weights."""
+def _not_by_kernels(target: Target, b: Tensor, *weights: Tensor) -> str | None:
+    """Return why `_by_kernels` does not compute products of `b` with weights."""
     way = _way(target, weights[0], b.ne[1])
     if way is _Way.BLAS:
         return "many columns"
@@ -182,7 +182,7 @@ def _not_small(target: Target, b: Tensor, *weights: Tensor) -> str | None:
     return too_many_groups(target, n_rows, b.ne[2] * b.ne[3])
 
 
-def _small(
+def _by_kernels(
     target: Target, a: Mem, b: Tensor, d: Mem, bias: Mem | None = None, glu: Glu | None = None
 ) -> list[Step | PreparedOperand]:
     """Return the steps of a product without cuBLAS, plus a bias, or of a gated unit of that and another."""
@@ -304,37 +304,37 @@ def _by_mma(
 def _few_columns(node: Tensor, target: Target) -> str | None:
     if node.nb[0] != DType.F32.type_size:
         return "the result is not in rows of f32"
-    return _not_small(target, node.operand(1), node.operand(0))
+    return _not_by_kernels(target, node.operand(1), node.operand(0))
 
 
 @RULES.rule(Op.MUL_MAT, *PRODUCT, on=_few_columns)
 def _mul_mat(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
-    return _small(target, Mem.of(node.operand(0)), node.operand(1), Mem.of(node))
+    return _by_kernels(target, Mem.of(node.operand(0)), node.operand(1), Mem.of(node))
 
 
 def _few_columns_and_sum(group: Group, target: Target) -> str | None:
     """CuBLAS' products are not fused: the bias would have to be copied to the result first."""
-    return _not_small(target, group["mul_mat"].operand(1), group["mul_mat"].operand(0))
+    return _not_by_kernels(target, group["mul_mat"].operand(1), group["mul_mat"].operand(0))
 
 
 @RULES.rule("mul_mat_add", on=_few_columns_and_sum)
 def _mul_mat_add(group: Group, target: Target) -> list[Step | PreparedOperand]:
     a, b = map(group["mul_mat"].operand, (0, 1))
     d = Mem.of(group.result)
-    return _small(target, Mem.of(a), b, d, Mem.of(group.other("add")).tiled_to(d.ne))
+    return _by_kernels(target, Mem.of(a), b, d, Mem.of(group.other("add")).tiled_to(d.ne))
 
 
 def _few_columns_of_two(group: Group, target: Target) -> str | None:
     b = group["gate"].operand(1)
     if b.ne[1] > GLU_COLUMNS:
         return "many columns"
-    return _not_small(target, b, *[product.node.operand(0) for product in group.products])
+    return _not_by_kernels(target, b, *[product.node.operand(0) for product in group.products])
 
 
 @RULES.rule("glu", on=_few_columns_of_two)
 def _glu(group: Group, target: Target) -> list[Step | PreparedOperand]:
     weights, bias, other = gated(group)
-    return _small(target, weights, group["gate"].operand(1), Mem.of(group.result), bias, other)
+    return _by_kernels(target, weights, group["gate"].operand(1), Mem.of(group.result), bias, other)
 
 
 def _few_columns_of_several(group: Group, target: Target) -> str | None:
@@ -347,7 +347,7 @@ def _few_columns_of_several(group: Group, target: Target) -> str | None:
         return "several matrices of each weight, or results that are not in rows of f32"
     if _way(target, products[0].node.operand(0), b.ne[1]) is not _Way.FEW:
         return "many columns"
-    return _not_small(target, b, *[product.node.operand(0) for product in products])
+    return _not_by_kernels(target, b, *[product.node.operand(0) for product in products])
 
 
 @RULES.rule("mul_mats", on=_few_columns_of_several)
