@@ -14,6 +14,7 @@ from ggmlb import BackendError, Scheduler
 from ggmlb.core.errors import ArgumentError
 from ggmlb.models import Placement, TextModel
 from ggmlb.models.runs import Runs
+from ggmlb.models.text import graph
 from ggmlb.models.text.decoder import N_BATCH, Decoder, Token
 from ggmlb.models.text.kv_cache import FREE, KvCache
 
@@ -82,6 +83,17 @@ def test_masks_are_the_same_by_host_and_device(models: Callable[..., Path], kind
             assert last is not None and bool(last.computed) == (len(found) == 1)
     assert found[0].shape[0] == 3
     assert np.abs(found[0] - found[1]).max() < 1e-5
+
+
+def test_the_mask_of_one_token_is_uploaded_however_large(
+    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "MAX_UPLOADED", 0)
+    options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    with TextModel(models(), ["CPU"], n_ctx=256) as model:
+        expected = model.generate(PROMPT[:60], **options).tokens
+    with TextModel(models(), n_ctx=256, **ON_OPENCL) as model:
+        assert model.generate(PROMPT[:60], **options).tokens == expected
 
 
 def test_tokens_of_sequences_may_alternate(models: Callable[..., Path]) -> None:

@@ -146,8 +146,8 @@ class TextGraph(LayersGraph):
 
     Positions, cells and masks are inputs: one graph serves every step of its sizes.
 
-    `n_tokens` includes padding; `n_out` tokens have outputs. Masks larger than `MAX_UPLOADED` are computed by
-    the devices of which `computes_masks` has the memory. Of the layers in `traced`, the weights of attention
+    `n_tokens` includes padding; `n_out` tokens have outputs. Masks of several tokens larger than
+    `MAX_UPLOADED` are computed by the devices of which `computes_masks` has the memory. Of the layers in `traced`, the weights of attention
     are computed, too, which the fused op does not store.
 
     Attributes:
@@ -191,7 +191,9 @@ class TextGraph(LayersGraph):
         self.spans: dict[int, tuple[Tensor, Tensor]] = {}
         self._order: Tensor | None = None
         self.computed: dict[tuple[int, BufferType], Tensor] = {}
-        self._computes_masks = computes_masks if 2 * n_kv * n_tokens > MAX_UPLOADED else ()
+        # The host keeps the mask of a sequence's last token (`KvCache.row`), and uploads it as it is.
+        is_large = n_tokens > 1 and 2 * n_kv * n_tokens > MAX_UPLOADED
+        self._computes_masks = computes_masks if is_large else ()
         for layer in self.layers:  # before all other nodes: they are kept until the last layer
             if config.attentions[layer]:
                 self.graph.build_forward_expand(self._mask(layer))
