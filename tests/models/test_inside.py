@@ -79,15 +79,16 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
     path = models(kind)
     weights = weights_of(path)
     options = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    with TextModel(path, n_ctx=96, **PLACES[place]) as model:
+    # Devices that fuse a node with the next one round otherwise; a trace keeps them from it. A KV cache of
+    # f16 may round such keys and values to neighbours.
+    is_exact = place == "CPU"
+    with TextModel(path, n_ctx=96, kv_type="f16" if is_exact else "f32", **PLACES[place]) as model:
         logits = model.logits(PROMPT)
         tokens = model.generate(PROMPT[:9], **options).tokens
         found = model.trace(PROMPT, "*")
         assert list(found) == model.trace_names()
-        # Devices that fuse a node with the next one round otherwise; a trace keeps them from it.
-        is_exact = place == "CPU"
         assert np.array_equal(found["logits"], logits) or not is_exact
-        near(found["logits"], logits, 1e-3 if kind == "gpt-oss" else 1e-4)  # 8-bit activations step
+        near(found["logits"], logits)
         again = model.trace(PROMPT, ["blk.1.*", "logits"])
         assert all(np.array_equal(again[name], found[name]) for name in again if is_exact)
         assert np.array_equal(model.logits(PROMPT), logits)
