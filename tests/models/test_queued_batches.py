@@ -15,7 +15,7 @@ from ggmlb.core.errors import ArgumentError
 from ggmlb.models import Placement, TextModel
 from ggmlb.models.runs import Runs
 from ggmlb.models.text import graph
-from ggmlb.models.text.decoder import N_BATCH, Decoder, Token
+from ggmlb.models.text.decoder import N_BATCH, BaseDecoder, Decoder, Token
 from ggmlb.models.text.kv_cache import FREE, KvCache
 
 DEVICES = [d.name for d in ggmlb.devices()]
@@ -137,8 +137,15 @@ def test_spans_of_cells_are_the_mask(models: Callable[..., Path]) -> None:
                 assert (seen[n:] >= seen[n - 1]).all()  # padding tokens see something
 
 
-def test_a_failed_batch_loses_those_queued_before_it(
-    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+FAILING: dict[str, Callable[[BaseDecoder[Any]], object]] = {
+    "batch": lambda decoder: decoder.decode(tokens_of(3, PROMPT[:4])),
+    "access": lambda decoder: decoder._memory.save(1),
+}
+
+
+@pytest.mark.parametrize("failing", FAILING)
+def test_a_failure_loses_the_batches_queued_before_it(
+    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     with TextModel(models(), n_ctx=256, **ON_OPENCL) as model:
         decoder, memory = model._engine.decoder, model._engine.memory
@@ -147,16 +154,18 @@ def test_a_failed_batch_loses_those_queued_before_it(
         decoder.decode(tokens_of(2, PROMPT[:20], wants=False))
         with monkeypatch.context() as patch, pytest.raises(BackendError, match="lost"):
             patch.setattr(Runs, "wait", lambda self: (_ for _ in ()).throw(BackendError("lost")))
-            decoder.decode(tokens_of(3, PROMPT[:5]))
+            FAILING[failing](decoder)
         assert {*memory.sequence.tolist()} == {FREE, 1}, "what was computed before stays"
-        with pytest.raises(BackendError, match="sequence 2 continues at position 20, but only 0 of its"):
-            decoder.decode(tokens_of(2, PROMPT[20:40], 20))
+        for _ in range(2):
+            with pytest.raises(BackendError, match="sequence 2 continues at position 20, but only 0 of its"):
+                decoder.decode(tokens_of(2, PROMPT[20:40], 20))
         found = decoder.decode(tokens_of(2, PROMPT[:40]))
         assert np.abs(found - expected).max() < 1e-4
 
 
-def test_a_failed_step_of_a_recurrent_model_loses_those_queued_before_it(
-    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", FAILING)
+def test_a_failure_of_a_recurrent_model_loses_the_steps_queued_before_it(
+    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     with TextModel(models("mamba"), n_ctx=256, **ON_OPENCL) as model:
         decoder = model._engine.decoder
@@ -164,7 +173,7 @@ def test_a_failed_step_of_a_recurrent_model_loses_those_queued_before_it(
         decoder.decode(tokens_of(2, PROMPT[:20], wants=False))
         with monkeypatch.context() as patch, pytest.raises(BackendError, match="lost"):
             patch.setattr(Runs, "wait", lambda self: (_ for _ in ()).throw(BackendError("lost")))
-            decoder.decode(tokens_of(3, PROMPT[:4]))
+            FAILING[failing](decoder)
         with pytest.raises(ArgumentError, match="continues at position 20, but its states hold 0 tokens"):
             decoder.decode(tokens_of(2, PROMPT[20:40], 20))
         found = decoder.decode(tokens_of(2, PROMPT[:40]))

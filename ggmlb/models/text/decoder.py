@@ -105,6 +105,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         self.changes = changes
         self._runs: Runs[Hashable, Any] = Runs(backends, parallel=n_ubatch > 0)
         self._n_ubatch = n_ubatch
+        self._queued: list[Any] = []  # what queued batches change: cells, or sequences
         waiting = weakref.WeakMethod(self.wait)  # the memory must not keep the decoder
 
         def wait() -> None:
@@ -155,8 +156,18 @@ class BaseDecoder(ABC, Generic[Cache]):
         return self._compute(batch, "logits", {})
 
     def wait(self) -> None:
-        """Wait for the queued batches."""
-        self._runs.wait()
+        """Wait for the queued batches, if there are any; if that fails, their tokens are lost."""
+        if self._queued:
+            try:
+                self._runs.wait()
+            except BaseException:
+                self._fail()
+                raise
+            self._queued.clear()
+
+    @abstractmethod
+    def _fail(self, changed: Any = ()) -> None:
+        """Remove from the memory what the queued batches and a failed one (`changed`) wrote."""
 
     def hidden(self, batch: Sequence[Token]) -> Floats:
         """Compute a batch, cache it, and return normalised hidden states, shape `(n, n_embd)`."""
@@ -279,7 +290,6 @@ class Decoder(BaseDecoder[KvCache]):
         apart = [b for b in backends if b.default_buffer_type in homes and not b.default_buffer_type.is_host]
         self._computes_masks = {b.default_buffer_type: b for b in apart if _computes_mask(b, memory.n_cells)}
         self._is_coarse = any(b.device.type is DeviceType.GPU for b in apart)
-        self._queued: list[npt.NDArray[np.int64]] = []  # the cells of batches that may not be done
         self._lost: set[int] = set()
 
     def _largest(self) -> Iterator[TextGraph]:
@@ -362,18 +372,12 @@ class Decoder(BaseDecoder[KvCache]):
             raise
         return found[1] if len(found) == 2 else np.concatenate(found)
 
-    def wait(self) -> None:
-        """Wait for the queued batches, if there are any."""
-        if self._queued:
-            super().wait()
-            self._queued.clear()
-
-    def _fail(self, cells: npt.NDArray[np.int64]) -> None:
-        """Free the cells of a failed batch, and of those queued before it, whose sequences are then lost."""
+    def _fail(self, changed: npt.NDArray[np.int64] | tuple[()] = ()) -> None:
+        """Free the cells of the queued batches, whose sequences are then lost, and those of a failed one."""
         queued = np.concatenate([np.zeros(0, np.int64), *self._queued])
         self._queued.clear()
         self._lost.update(self._memory.sequence[queued].tolist())
-        self._memory.release(np.concatenate([queued, cells]))
+        self._memory.release(np.concatenate([queued, np.array(changed, np.int64)]))
 
     def _check_lost(self, batch: Sequence[Token]) -> None:
         """Raise if a sequence continues after tokens that were lost with a failed batch.
@@ -383,13 +387,13 @@ class Decoder(BaseDecoder[KvCache]):
         """
         for token in batch:
             if token.sequence in self._lost:
-                self._lost.remove(token.sequence)
                 n = int(np.count_nonzero(self._memory.sequence == token.sequence))
                 if n != token.position:
                     raise BackendError(
                         f"sequence {token.sequence} continues at position {token.position}, but only {n} of "
                         "its tokens are in the KV cache, because an earlier batch failed; start it again"
                     )
+                self._lost.remove(token.sequence)
 
     def _new_graph(self, n_tokens: int, n_out: int, n_kv: int, weighed: Sequence[int] = ()) -> TextGraph:
         sizes = (n_tokens, n_out, n_kv)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,14 +30,12 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
     queued. Where a step fails, the sequences of the batch, and of those queued before it, are removed.
     """
 
-    _queued: Sequence[int] = ()
-    """The sequences of the steps queued since the last wait."""
-
-    def wait(self) -> None:
-        """Wait for the queued steps, if there are any."""
-        if self._queued:
-            super().wait()
-            self._queued = ()
+    def _fail(self, changed: Iterable[int] = ()) -> None:
+        """Remove the sequences of the queued steps, and those of a failed batch."""
+        sequences = {*self._queued, *changed}
+        self._queued.clear()
+        for sequence in sequences:
+            self._memory.remove(sequence)
 
     def _largest(self) -> Iterator[RecurrentGraph]:
         n_most = 1 << (self._memory.spare - 1).bit_length()
@@ -71,9 +69,7 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
                         del left[sequence]
                 rows |= self._step(batch, step, output, traced)
         except BaseException:  # states include a part of the batch
-            for sequence in {*self._queued, *(token.sequence for token in batch)}:
-                self._memory.remove(sequence)
-            self._queued = ()
+            self._fail(token.sequence for token in batch)
             raise
         found = [rows[i] for i, token in enumerate(batch) if token.wants_logits]
         return np.stack(found) if found else np.zeros((0, 0), np.float32)
@@ -117,11 +113,11 @@ class RecurrentDecoder(BaseDecoder[StateCache]):
             memory.advance(sequence, n_tokens)
         found = getattr(graph, output)
         if found is None:
-            self._queued = (*self._queued, *step)
+            self._queued += step
             if len(self._queued) > MAX_QUEUED:
                 self.wait()
             return {}
         table = self._runs.read(found).reshape(n_out, -1)
-        self._queued = ()
+        self._queued.clear()
         at = wanted if n_out == n else range(len(wanted))
         return {places[j]: table[row].copy() for j, row in zip(wanted, at, strict=True)}
