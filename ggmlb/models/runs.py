@@ -100,6 +100,7 @@ class Runs(Generic[Key, Built]):
     def _reserve_result(self, nbytes: int) -> None:
         """Allocate page-locked memory for results of `nbytes`, if a device apart from the host has it."""
         if self._pinned is not None and (self._results is None or self._results.size < nbytes):
+            self._readings.clear()  # of the smaller memory
             self._results = self._pinned.alloc_buffer(nbytes)
 
     def get(self, key: Key, build: Callable[[], Built]) -> Built:

@@ -168,7 +168,7 @@ class StepGraph:
         ctx, weight = self.ctx, "token_embd.weight"
         table = self.weights[weight]
         vectors = (w for name, w in self.weights.items() if name.startswith("blk.0.") and w.ne[1] == 1)
-        if ids.op is Op.NONE and _is_plain(table) and not _is_plain(next(vectors)):
+        if ids.op is Op.NONE and _is_plain(table) and not _is_plain(next(vectors, table)):
             self._rows = self._input("rows", table.dtype, *table.ne[:1], ids.ne[0])
             x = ctx.cast(self._rows, DType.F32)
         else:
