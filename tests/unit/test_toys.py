@@ -323,8 +323,7 @@ from dataclasses import dataclass, replace
 
 from ggmlb import RopeType
 from ggmlb.models import register_architecture
-from ggmlb.models.text.blocks import Block, Slices, Weight, attentions, decoder_layers
-from ggmlb.models.text.blocks import sliding_windows, windowed
+from ggmlb.models.text.blocks import Block, Slices, Weight, attentions, decoder_layers, windowed
 from ggmlb.models.text.config import TextConfig
 
 
@@ -349,7 +348,7 @@ class Squared(Block):
 
 @register_architecture("toy")
 def toy(keys):
-    attention = windowed(attentions(keys, RopeType.NORMAL), sliding_windows(keys, 2))
+    attention = windowed(keys, attentions(keys, RopeType.NORMAL), 2)
     attention[1::2] = [replace(a, rope=None) for a in attention[1::2]]
     layers = decoder_layers(attention, map(Squared, keys.counts("feed_forward_length")))
     return TextConfig.read(keys, layers, logit_scale=keys.real("logit_scale", 1.0))

@@ -147,8 +147,8 @@ class TextGraph(LayersGraph):
     Positions, cells and masks are inputs: one graph serves every step of its sizes.
 
     `n_tokens` includes padding; `n_out` tokens have outputs. Masks of several tokens larger than
-    `MAX_UPLOADED` are computed by the devices of which `computes_masks` has the memory. Of the layers in `traced`, the weights of attention
-    are computed, too, which the fused op does not store.
+    `MAX_UPLOADED` are computed by the devices of which `computes_masks` has the memory. Of the layers in
+    `traced`, the weights of attention are computed, too, which the fused op does not store.
 
     Attributes:
         ids: Input: token numbers, i32 `[n_tokens]`.

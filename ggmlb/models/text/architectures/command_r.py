@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import Attention, Layer, Parallel, Residual, attentions, feed_forwards
-from ggmlb.models.text.blocks.attention import sliding_windows, windowed
+from ggmlb.models.text.blocks import Attention, Layer, Parallel, Residual, attentions, feed_forwards, windowed
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -26,9 +24,8 @@ def command_r(keys: Keys) -> TextConfig:
 @register_architecture("cohere2")
 def cohere2(keys: Keys) -> TextConfig:
     """Read a model: three of four layers have a window, and only these have RoPE."""
-    attention = windowed(attentions(keys, RopeType.NORMAL), sliding_windows(keys, 4, None))
-    local = (a if a.window else replace(a, rope=None) for a in attention)
-    return _parallel(keys, local, keys.real("logit_scale"))
+    attention = windowed(keys, attentions(keys, RopeType.NORMAL), 4, None, only_local_rope=True)
+    return _parallel(keys, attention, keys.real("logit_scale"))
 
 
 def _parallel(keys: Keys, attention: Iterable[Attention], logit_scale: float) -> TextConfig:

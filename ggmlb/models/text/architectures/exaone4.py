@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ggmlb import RopeType
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import (
-    NONE,
-    POST,
-    attentions,
-    decoder_layers,
-    feed_forwards,
-    sliding_windows,
-    windowed,
-)
+from ggmlb.models.text.blocks import NONE, POST, attentions, decoder_layers, feed_forwards, windowed
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -27,6 +17,5 @@ def exaone4(keys: Keys) -> TextConfig:
     """Read a model, whose norms are after the blocks."""
     attention = attentions(keys, RopeType.NEOX, norms="head")
     if keys.n_layer == N_LAYER_WINDOWED:
-        attention = windowed(attention, sliding_windows(keys, 4, 4096))
-        attention = [a if a.window else replace(a, rope=None) for a in attention]
+        attention = windowed(keys, attention, 4, 4096, only_local_rope=True)
     return TextConfig.read(keys, decoder_layers(attention, feed_forwards(keys), NONE, POST))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,11 @@ from ggmlb.models.text.blocks import (
     POST,
     Attention,
     attentions,
+    base_in_windows,
     decoder_layers,
     feed_forwards,
-    sliding_windows,
     windowed,
 )
-from ggmlb.models.text.blocks.attention import MIN_BASE
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -28,13 +28,16 @@ N_LAYER_27B = 46
 def gemma2(keys: Keys) -> TextConfig:
     """Read a model: every other layer has a window, scores and logits are capped."""
     attention = gemma_attentions(keys, N_LAYER_27B, softcap=keys.real("attn_logit_softcapping", 50.0))
-    base = keys.real("rope.freq_base_swa", keys.real("rope.freq_base", 10000.0, MIN_BASE), MIN_BASE)
-    attention = windowed(attention, sliding_windows(keys, 2, 4096), freq_base=base)
+    return gemma(keys, windowed(keys, attention, 2, 4096, freq_base=base_in_windows(keys)), 30.0)
+
+
+def gemma(keys: Keys, attention: Iterable[Attention], final_softcap: float) -> TextConfig:
+    """Read the rest of a Gemma model, after its attention; `final_softcap`: if the file has none."""
     return TextConfig.read(
         keys,
         decoder_layers(attention, feed_forwards(keys, "geglu"), after=POST),
         embedding_scale=keys.n_embd**0.5,
-        final_softcap=keys.real("final_logit_softcapping", 30.0),
+        final_softcap=keys.real("final_logit_softcapping", final_softcap),
     )
 
 

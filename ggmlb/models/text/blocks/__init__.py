@@ -1,6 +1,6 @@
 """Blocks: the parts of which the layers of language models consist; each has its weights and its nodes."""
 
-from ggmlb.models.text.blocks.attention import Attention, Rope, attentions, sliding_windows, windowed
+from ggmlb.models.text.blocks.attention import Attention, Rope, attentions, base_in_windows, windowed
 from ggmlb.models.text.blocks.block import Block, Parallel, Recurrent, Slices, Weight
 from ggmlb.models.text.blocks.feed_forward import (
     Experts,
@@ -28,10 +28,10 @@ __all__ = [
     "Slices",
     "Weight",
     "attentions",
+    "base_in_windows",
     "decoder_layers",
     "dense_or_experts",
     "experts",
     "feed_forwards",
-    "sliding_windows",
     "windowed",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ggmlb.models.text.graph import LayersGraph
     from ggmlb.models.text.keys import Keys
 
-MIN_BASE: Final = 1e-3
-"""Smallest base of the RoPE frequencies."""
+FREQ_BASE, MIN_BASE = 10000.0, 1e-3
+"""Default and smallest base of the RoPE frequencies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Rope:
             n_dims=n_dims,
             mode=mode,
             n_ctx_orig=keys.count("rope.scaling.original_context_length", n_ctx, most=1 << 30),
-            freq_base=keys.real("rope.freq_base", 10000.0, MIN_BASE),
+            freq_base=keys.real("rope.freq_base", FREQ_BASE, MIN_BASE),
             freq_scale=1.0 if scaling == "none" or not factor else 1.0 / factor,
             ext_factor=1.0 if scaling == "yarn" else 0.0,
             attn_factor=keys.real("rope.scaling.attn_factor", 1.0),
@@ -273,30 +273,42 @@ def attentions(keys: Keys, mode: RopeType, **options: Any) -> list[Attention]:
     ]
 
 
-def sliding_windows(keys: Keys, period: int, default: int | None = 0) -> tuple[int, ...]:
-    """Read the sliding window of each layer; 0: it has none.
+def windowed(
+    keys: Keys,
+    layers: Sequence[Attention],
+    period: int,
+    default: int | None = 0,
+    only_local_rope: bool = False,
+    **rope: Any,
+) -> list[Attention]:
+    """Return layers with their sliding windows; where there is one, RoPE has the other parameters `rope`.
 
     Args:
         keys: The metadata.
+        layers: The attention of each layer.
         period: Every layer of this many but the last has a window, if the file does not say which.
         default: The window, if the file has none; `None`: it must have one.
+        only_local_rope: Whether layers without a window have no RoPE.
+        rope: Fields of `Rope`.
 
     Raises:
         ModelError: Metadata is missing or wrong.
     """
     window = keys.count("attention.sliding_window", default, 0, 1 << 30)
-    if not window:
-        return (0,) * keys.n_layer
-    windowed = keys.by_layer("attention.sliding_window_pattern")
-    if windowed is None:
+    is_local = keys.by_layer("attention.sliding_window_pattern") if window else (False,) * len(layers)
+    if is_local is None:
         period = keys.count("attention.sliding_window_pattern", period, 0, 1 << 30)
-        windowed = tuple(period == 0 or i % period < period - 1 for i in range(keys.n_layer))
-    return tuple(window if is_local else 0 for is_local in windowed)
-
-
-def windowed(layers: Sequence[Attention], windows: Sequence[int], **rope: Any) -> list[Attention]:
-    """Return layers with their windows; where there is one, RoPE has the other parameters `rope`."""
+        is_local = tuple(period == 0 or i % period < period - 1 for i in range(len(layers)))
     return [
-        replace(a, window=window, rope=a.rope and replace(a.rope, **rope)) if window else a
-        for a, window in zip(layers, windows, strict=True)
+        replace(a, window=window, rope=a.rope and replace(a.rope, **rope))
+        if local
+        else replace(a, rope=None if only_local_rope else a.rope)
+        for a, local in zip(layers, is_local, strict=True)
     ]
+
+
+def base_in_windows(keys: Keys, default: float | None = None) -> float:
+    """Read the base of RoPE's frequencies in layers with a window; `default`: that of all, if `None`."""
+    if default is None:
+        default = keys.real("rope.freq_base", FREQ_BASE, MIN_BASE)
+    return keys.real("rope.freq_base_swa", default, MIN_BASE)
