@@ -1,4 +1,4 @@
-"""Products by tensor cores for bytes, on the PTX machine: beside the CPU backend, and beside dp4a."""
+"""Products by int8 tensor cores, on the PTX machine: beside the CPU backend, and beside dp4a."""
 
 from __future__ import annotations
 

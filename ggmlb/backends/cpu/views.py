@@ -279,7 +279,7 @@ def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
 
 
 def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[View]]:
-    """Cut views alike into tiles of about `limit` items at most, never in the last `inner` dimensions.
+    """Cut all views at the same places into tiles of about `limit` items, not in the last `inner` axes.
 
     The limit counts the items of the largest view.
     """

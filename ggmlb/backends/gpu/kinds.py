@@ -108,7 +108,7 @@ def lowered(
     by: KindLowering[Request, Step],
     ready: Collection[tuple[int, str]] = (),
 ) -> Lowered[Step]:
-    """Lower a node or group (`by` the backend's lowering) to cacheable steps: slot numbers replace buffers.
+    """Lower a node or group to steps that can be cached, as buffers are numbered slots in them.
 
     Args:
         item: The node or group.

@@ -1,4 +1,4 @@
-"""Matrix products: dp4a or vector loads for few columns, tensor cores for bytes or cuBLAS for many."""
+"""Matrix products: dp4a or vector loads for few columns, int8 tensor cores or cuBLAS for many."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _in_vectors(b: Tensor, *weights: Tensor | Mem) -> bool:
 
 
 class _Way(Enum):
-    """What computes a product: few columns at once, tensor cores for bytes, or a library if there is one."""
+    """What computes a product: few columns at once, int8 tensor cores, or a library if there is one."""
 
     FEW, MMA, BLAS = range(3)
 
@@ -206,7 +206,7 @@ def _by_kernels(
     return [*forms, _kernel("mul_mat_q8", mems, numbers, (x, y, n_matrices), **flags, **also)]
 
 
-# -- up to some hundred columns, by tensor cores for bytes -----------------------------------------
+# -- up to some hundred columns, by int8 tensor cores -----------------------------------------
 
 
 class Tile(NamedTuple):
@@ -276,7 +276,7 @@ def tile(target: Target, a: Tensor | Mem, n: int, n_matrices: int = 1) -> Tile:
 def _by_mma(
     target: Target, a: Mem, b: Tensor, d: Mem, bias: Mem | None = None
 ) -> list[Step | PreparedOperand]:
-    """Return the steps of a product, plus a bias, by tensor cores for bytes."""
+    """Return the steps of a product, plus a bias, by int8 tensor cores."""
     n, n_matrices = b.ne[1], b.ne[2] * b.ne[3]
     forms, activations, _ = _activations(b, n)
     t = tile(target, a, n, n_matrices)

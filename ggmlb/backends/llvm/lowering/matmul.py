@@ -79,7 +79,7 @@ def product(
     tail: tiles.Epilogue = NO_EPILOGUE,
     added: Tensor | None = None,
 ) -> None:
-    """Emit the steps of a matrix product, with the epilogue `tail` (adds `added`), which writes to `result`.
+    """Emit the steps of a matrix product to `result`; its epilogue `tail` may add the tensor `added`.
 
     Args:
         node: The product.
