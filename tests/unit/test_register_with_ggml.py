@@ -5,8 +5,12 @@ Each test is a process of its own, as ggml cannot be unloaded. Models are small 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,7 @@ import ggmlb
 from ggmlb.backends.ggml import abi
 from ggmlb.backends.ggml.find import libraries
 from ggmlb.backends.ggml.library import probe
+from ggmlb.backends.ggml.reader import KnownGraphs, NodeRun
 from tests.support.processes import python
 from tests.support.text_models import write_text_model
 
@@ -186,6 +191,27 @@ assert tokens[0] == tokens[1]
 """,
         model,
     )
+
+
+def test_a_graph_that_changes_each_time_displaces_no_other() -> None:
+    counters = {0: ctypes.c_int64(), 1: ctypes.c_int64()}  # for C tensors
+    n_read = 0
+
+    def graph(addresses: list[int]) -> tuple[list[NodeRun], tuple[list[Any], ...]]:
+        nonlocal n_read
+        n_read += 1
+        counter = counters[addresses[0]]
+        return [], ([SimpleNamespace(address=ctypes.addressof(counter), raw=bytes(counter))],)
+
+    known = KnownGraphs(SimpleNamespace(graph=graph))  # type: ignore[arg-type]
+    steady, changing = (n.to_bytes(8, sys.byteorder) * 1000 for n in (0, 1))
+    known.find(steady)
+    for _ in range(200):
+        counters[1].value += 1
+        known.find(changing)
+    known.find(changing)
+    known.find(steady)
+    assert n_read == 1 + 200
 
 
 def test_programs_set_threads_and_abort(model: Path) -> None:

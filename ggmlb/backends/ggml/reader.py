@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 from ggmlb.backends.ggml.library import N_SRC, GgmlLibrary
 from ggmlb.backends.ggml.params import decode
+from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, GluOp, Op, TensorFlag, UnaryOp
 from ggmlb.core.errors import UnsupportedOpError
 from ggmlb.core.graph import Graph
@@ -102,18 +104,21 @@ class Reader:
         Raises:
             LookupError: ggmlb lacks its type.
         """
-        dtype = self.dtypes.get(c.type)
-        if dtype is None:
-            raise LookupError(f"ggmlb has no type {c.type}")
-        leaf = Tensor(dtype, c.ne, c.nb)
+        leaf = Tensor(self._dtype(c), c.ne, c.nb)
         leaf.flags = c.flags & ~TensorFlag.COMPUTE
         return leaf
 
+    def _dtype(self, c: CTensor) -> DType:
+        dtype = self.dtypes.get(c.type)
+        if dtype is None:
+            raise LookupError(f"ggmlb has no type {c.type}")
+        return dtype
+
     def _node(self, c: CTensor, source: Callable[[int], Tensor]) -> Tensor:
         """Return a node; `source` gives the tensor at an address."""
-        op, dtype = self._ops.get(c.op), self.dtypes.get(c.type)
-        if op is None or dtype is None:
-            raise LookupError(f"ggmlb has no op {c.op}" if op is None else f"ggmlb has no type {c.type}")
+        op, dtype = self._ops.get(c.op), self._dtype(c)
+        if op is None:
+            raise LookupError(f"ggmlb has no op {c.op}")
         sources = c.src
         if op is Op.CPY and sources[1] == c.address:  # a cast: in ggml, src[1] is the result
             sources = sources[:1]
@@ -127,8 +132,7 @@ class Reader:
         view = source(c.view_src) if c.view_src else None
         node = Tensor(
             dtype, c.ne, c.nb, op=op, src=src, params=self._decoded(op, c), view_src=view,
-            view_offs=c.view_offs if view is not None else 0,
-            name=c.title,
+            view_offs=c.view_offs if view is not None else 0, name=c.title,
         )  # fmt: skip
         node.flags = c.flags
         return node
@@ -182,18 +186,20 @@ class Reader:
             else:
                 key.append(s != 0)
         asked = tuple(key)
-        if asked not in self._answers:
-            if len(self._answers) >= MOST_ANSWERS:
-                self._answers.clear()
-            try:
-                node = self.one_level(c.address)
-                why = device.declines(node)
-            except LookupError as error:
-                why = str(error)
-            self._answers[asked] = why
-            if why is not None:
-                log.record("ggml", log.DEBUG, "%s declines node %s: %s", device.name, c.title, why)
-        return self._answers[asked]
+        with suppress(KeyError):
+            return self._answers[asked]
+        if len(self._answers) >= MOST_ANSWERS:
+            self._answers.clear()
+        try:
+            node = self.one_level(c.address)
+        except LookupError as error:
+            why: str | None = str(error)
+        else:
+            why = device.declines(node)
+        self._answers[asked] = why
+        if why is not None:
+            log.record("ggml", log.DEBUG, "%s declines node %s: %s", device.name, c.title, why)
+        return why
 
     # -- graphs --------------------------------------------------------------------------------
 
@@ -227,10 +233,7 @@ class Reader:
                 found = self.tensor(c)
                 place(c, found)
                 return found
-            root, dtype = source(c.view_src), self.dtypes.get(c.type)
-            if dtype is None:
-                raise LookupError(f"ggmlb has no type {c.type}")
-            return Tensor(dtype, c.ne, c.nb, view_src=root, view_offs=c.view_offs)
+            return Tensor(self._dtype(c), c.ne, c.nb, view_src=source(c.view_src), view_offs=c.view_offs)
 
         inside = [c_tensor(address) for address in addresses]
         is_flagged = any(c.flags & TensorFlag.COMPUTE for c in inside)  # not in older versions
@@ -362,7 +365,7 @@ class KnownGraphs:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._graphs: OrderedDict[bytes, list[Known]] = OrderedDict()
-        self._n_nodes = 0
+        self._freed: deque[Buffer] = deque()
 
     def find(self, pointers: bytes) -> list[NodeRun]:
         """Return the graph of an array of node pointers, read anew if a tensor has changed.
@@ -370,29 +373,35 @@ class KnownGraphs:
         Raises:
             Error: As `Reader.graph`.
         """
-        same = self._graphs.setdefault(pointers, [])
-        self._graphs.move_to_end(pointers)
-        found = next((known for known in same if known.is_current()), None)
+        self._drop()
+        found = next((known for known in self._graphs.get(pointers, ()) if known.is_current()), None)
         if found is None:
             runs, levels = self._reader.graph(memoryview(pointers).cast("Q").tolist())
             ranges = tuple(found for level in levels for found in _ranges(level))
             buffers = frozenset(b for r in runs for b in (*r.graph.memory(), *r.copied()))
             found = Known(runs, ranges, buffers)
+            same = self._graphs.setdefault(pointers, [])
             same.append(found)
             del same[:-MOST_ALIKE]
-            self._n_nodes += len(pointers) // 8
-            while self._n_nodes > MOST_NODES and len(self._graphs) > 1:
-                gone, graphs = self._graphs.popitem(last=False)
-                self._n_nodes -= len(gone) // 8 * len(graphs)
+        self._graphs.move_to_end(pointers)
+        while len(self._graphs) > 1 and self._n_nodes > MOST_NODES:
+            self._graphs.popitem(last=False)
         return found.runs
 
     def forget(self, buffers: Iterable[Buffer]) -> None:
-        """Drop the graphs that use one of the buffers."""
-        gone = set(buffers)
-        for same in self._graphs.values():
-            same[:] = [known for known in same if gone.isdisjoint(known.buffers)]
-        self._graphs = OrderedDict((key, same) for key, same in self._graphs.items() if same)
-        self._n_nodes = sum(len(key) // 8 * len(same) for key, same in self._graphs.items())
+        """Drop the graphs that use one of the buffers before the next `find`; any thread may call it."""
+        self._freed.extend(buffers)
+
+    def _drop(self) -> None:
+        freed = {self._freed.popleft() for _ in range(len(self._freed))}
+        if freed:
+            for same in self._graphs.values():
+                same[:] = [known for known in same if freed.isdisjoint(known.buffers)]
+            self._graphs = OrderedDict((key, same) for key, same in self._graphs.items() if same)
+
+    @property
+    def _n_nodes(self) -> int:
+        return sum(len(pointers) // 8 * len(same) for pointers, same in self._graphs.items())
 
 
 def _ranges(tensors: Sequence[CTensor]) -> list[tuple[int, bytes]]:
