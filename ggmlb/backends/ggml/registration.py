@@ -13,8 +13,8 @@ import ctypes
 import os
 import struct
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import count
 from typing import Any, Final
@@ -108,11 +108,12 @@ class _Memory:
 
     def whole(self) -> Tensor:
         """Return all bytes as one tensor, in memory that is allocated now if there is none."""
-        if not self.is_whole:
-            self.is_whole = True
-            buffer = self.buft.alloc_buffer(self.size)
-            self.hold(self.base, Tensor(DType.I8, (buffer.size, 1, 1, 1)), buffer)
-        return self.held[self.base]
+        with _lock:
+            if not self.is_whole:
+                buffer = self.buft.alloc_buffer(self.size)
+                self.hold(self.base, Tensor(DType.I8, (buffer.size, 1, 1, 1)), buffer)
+                self.is_whole = True
+            return self.held[self.base]
 
 
 class _Stream:
@@ -155,7 +156,7 @@ class GgmlRegistration:
         n_graphs: Number of graphs that ggml had it compute.
     """
 
-    def __init__(self, library: GgmlLibrary, device: Device, repack: bool = True) -> None:
+    def __init__(self, library: GgmlLibrary, device: Device, repack: bool) -> None:
         self.device = device
         self.library = library
         self.name = PREFIX + device.name
@@ -233,17 +234,17 @@ class GgmlRegistration:
         table = abi.Table()
         for name, (function, otherwise) in fields.items():
             kinds = abi.TABLES[kind][name].split()[0]
-            callback = abi.callback(kinds, self._guarded(name, function, otherwise))
-            _kept.append(callback)
-            table.slots[self._tables[kind][name]] = ctypes.cast(callback, ctypes.c_void_p).value
+            table.slots[self._tables[kind][name]] = self._pointer(kinds, name, function, otherwise)
         _kept.append(table)
         return table
 
     def _point(self, kind: str, table: abi.Table, field: str, to: abi.Table) -> None:
         table.slots[self._tables[kind][field]] = ctypes.addressof(to)
 
-    def _guarded(self, name: str, function: Callable[..., Any], otherwise: Any) -> Callable[..., Any]:
-        """Return a function that raises nothing into C, but logs the error."""
+    def _pointer(
+        self, kinds: str, name: str, function: Callable[..., Any], otherwise: Any = None
+    ) -> int | None:
+        """Return a C function that calls a Python one; it logs an error, and then returns `otherwise`."""
 
         def call(*arguments: Any) -> Any:
             try:
@@ -258,7 +259,9 @@ class GgmlRegistration:
                     _thread.interrupt_main()
                 return otherwise
 
-        return call
+        callback = abi.callback(kinds, call)
+        _kept.append(callback)
+        return ctypes.cast(callback, ctypes.c_void_p).value
 
     def _report(self, name: str, error: BaseException | str) -> None:
         """Write an error in the callback `name` to ggml's log."""
@@ -318,18 +321,16 @@ class GgmlRegistration:
         for kinds, function in (("vpi", set_n_threads), ("vppp", set_abort_callback)):
             name = function.__name__
             if reg.get_proc_address(name) is not None:
-                callback = abi.callback(kinds, self._guarded(name, function, None))
-                _kept.append(callback)
-                found[f"ggml_backend_{name}"] = ctypes.cast(callback, ctypes.c_void_p).value
+                found[f"ggml_backend_{name}"] = self._pointer(kinds, name, function)
         return found
 
     def _device_fields(self) -> Fields:
         device, name, description = self.device, _text(self.name), _text(self.device.description)
-        caps_at = abi.CAPS_AT[self.library.facts["props_size"]]
+        props_size = self.library.facts["props_size"]
+        caps_at = abi.CAPS_AT[props_size]
 
         def get_memory(_: int, free: int, total: int) -> None:
-            numbers = device.memory
-            for address, number in zip((free, total), numbers, strict=True):
+            for address, number in zip((free, total), device.memory, strict=True):
                 ctypes.c_size_t.from_address(address).value = number
 
         def get_props(_: int, props: int) -> None:
@@ -337,7 +338,7 @@ class GgmlRegistration:
             head = struct.pack("=4Qi", name, description, *device.memory, _GPU)
             ctypes.memmove(props, head, len(head))
             flags = bytes((caps.async_, self._host is not None, from_host, caps.events, caps.mmap_support))
-            ctypes.memmove(props + caps_at, flags, len(flags))
+            ctypes.memmove(props + caps_at, flags, min(len(flags), props_size - caps_at))  # 4 in older ones
 
         def supports_buft(_: int, buft: int) -> bool:
             if self._host is not None and buft == ctypes.addressof(self._host):
@@ -350,7 +351,7 @@ class GgmlRegistration:
             "get_memory": (get_memory, None),
             "get_type": (lambda _: _GPU, _GPU),
             "get_props": (get_props, None),
-            "init_backend": (lambda _, params: self._open(), None),
+            "init_backend": (self._open, None),
             "get_buffer_type": (lambda _: ctypes.addressof(self._buft), None),
             "supports_op": (lambda _, op: self._supports(op), False),
             "supports_buft": (supports_buft, False),
@@ -359,10 +360,7 @@ class GgmlRegistration:
         if self._host is not None:
             fields["get_host_buffer_type"] = (lambda _: ctypes.addressof(self._host), None)  # type: ignore[arg-type]
         if self._takes_host_memory:
-            fields["buffer_from_host_ptr"] = (
-                lambda _, start, size, most: self._over(start, size, most),
-                None,
-            )
+            fields["buffer_from_host_ptr"] = (self._over, None)
         if device.caps.events:
             fields["event_new"] = (lambda _: self._new_event(), None)
             fields["event_free"] = (lambda _, event: self._events.pop(event)[1].free(), None)
@@ -431,7 +429,7 @@ class GgmlRegistration:
         base: int = plain.base.ctypes.data if is_host and plain is not None else next(_first_free)
         return self._new_memory(_Memory(buft, base, nbytes, plain), table)
 
-    def _over(self, start: int, size: int, most: int) -> int:
+    def _over(self, _: int, start: int, size: int, most: int) -> int:
         """Return a C buffer over host memory, which is not written (a mapped file)."""
         memory = _host(start, size)
         memory.flags.writeable = False
@@ -457,7 +455,7 @@ class GgmlRegistration:
 
     def _free_memory(self, b: int) -> None:
         buffers = [tensor.placed("free") for tensor in self._memories.pop(b).held.values()]
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             stream.known.forget(buffers)
         for buffer in buffers:
             buffer.free()
@@ -484,32 +482,48 @@ class GgmlRegistration:
                 held.placed("usage").usage = BufferUsage.WEIGHTS
         return held, c.data - root.data
 
-    def _set(self, b: int, tensor: int, data: int, offset: int, nbytes: int) -> None:
+    @contextmanager
+    def _writing(self, b: int) -> Iterator[None]:
+        """Let the computations that follow fail if a write to a C buffer fails: it returns no status."""
         try:
-            held, start = self._find(b, CTensor(self.library, tensor))
-            held.placed("set_tensor").set_tensor(held, _host(data, nbytes), start + offset)
+            yield
         except BaseException as error:
             self._memories[b].failure = f"a write to its memory failed: {error}"
             raise
 
-    def _get(self, b: int, tensor: int, data: int, offset: int, nbytes: int) -> None:
+    def _set(
+        self, b: int, tensor: int, data: int, offset: int, nbytes: int, stream: Backend | None = None
+    ) -> None:
+        with self._writing(b):
+            held, start = self._find(b, CTensor(self.library, tensor))
+            write = held.placed("set_tensor").set_tensor if stream is None else stream.set_tensor_async
+            write(held, _host(data, nbytes), start + offset)
+
+    def _get(
+        self, b: int, tensor: int, data: int, offset: int, nbytes: int, stream: Backend | None = None
+    ) -> None:
         try:
             held, start = self._find(b, CTensor(self.library, tensor))
-            held.placed("get_tensor").get_tensor(held, start + offset, nbytes, _host(data, nbytes))
+            if stream is None:
+                held.placed("get_tensor").get_tensor(held, start + offset, nbytes, _host(data, nbytes))
+            else:
+                stream.get_tensor_async(held, _host(data, nbytes), start + offset)
         except BaseException:
             ctypes.memset(data, 0xFF, nbytes)  # NaN, as no status tells the program
             raise
 
     def _memset(self, b: int, tensor: int, value: int, offset: int, nbytes: int) -> None:
-        held, start = self._find(b, CTensor(self.library, tensor))
-        held.placed("memset_tensor").memset_tensor(held, value, start + offset, nbytes)
+        with self._writing(b):
+            held, start = self._find(b, CTensor(self.library, tensor))
+            held.placed("memset_tensor").memset_tensor(held, value, start + offset, nbytes)
 
     def _clear(self, b: int, value: int) -> None:
         memory = self._memories[b]
-        if self._c["backend_buffer_get_usage"](b) != _WEIGHTS:
-            memory.whole()
-        for held in memory.held.values():
-            held.placed("clear").memset_tensor(held, value)
+        with self._writing(b):
+            if self._c["backend_buffer_get_usage"](b) != _WEIGHTS:
+                memory.whole()
+            for held in memory.held.values():
+                held.placed("clear").memset_tensor(held, value)
 
     def _copy(self, b: int, src: int, dst: int) -> bool:
         pair = self._pair(src, dst)
@@ -536,7 +550,7 @@ class GgmlRegistration:
 
     # -- streams -------------------------------------------------------------------------------
 
-    def _open(self) -> int | None:
+    def _open(self, _: int, params: bytes | None) -> int | None:
         if not self.is_registered:
             return None
         table = abi.Table.from_buffer_copy(self._stream)
@@ -553,8 +567,8 @@ class GgmlRegistration:
             "graph_compute": (self._compute, _FAILED),
         }
         if caps.async_:
-            fields["set_tensor_async"] = (lambda *what: self._move(True, *what), None)
-            fields["get_tensor_async"] = (lambda *what: self._move(False, *what), None)
+            fields["set_tensor_async"] = (self._queued(self._set), None)
+            fields["get_tensor_async"] = (self._queued(self._get), None)
             fields["cpy_tensor_async"] = (self._copy_async, False)
         if caps.events:
             fields["event_record"] = (lambda this, e: streams[this].backend.event_record(events[e][1]), None)
@@ -565,12 +579,13 @@ class GgmlRegistration:
         owner = next(r for r in _registrations if event in r._events)
         self._streams[this].backend.event_wait(owner._events[event][1])
 
-    def _move(self, writes: bool, this: int, tensor: int, data: int, offset: int, nbytes: int) -> None:
-        c = CTensor(self.library, tensor)
-        held, start = self._find(c.buffer, c)
-        backend = self._streams[this].backend
-        call = backend.set_tensor_async if writes else backend.get_tensor_async
-        call(held, _host(data, nbytes), start + offset)
+    def _queued(self, transfer: Callable[..., None]) -> Callable[..., None]:
+        """Return `_set` or `_get` as a transfer that a stream queues."""
+
+        def queue(this: int, tensor: int, *place: int) -> None:
+            transfer(CTensor(self.library, tensor).buffer, tensor, *place, self._streams[this].backend)
+
+        return queue
 
     def _copy_async(self, source: int, target: int, src: int, dst: int) -> bool:
         owner = next((r for r in _registrations if source in r._streams), None)
@@ -581,7 +596,8 @@ class GgmlRegistration:
 
     def _compute(self, this: int, graph: int) -> int:
         stream, c = self._streams[this], self._c
-        failure = stream.failure or next((m.failure for m in self._memories.values() if m.failure), "")
+        memories = list(self._memories.values())  # other threads allocate meanwhile
+        failure = stream.failure or next((m.failure for m in memories if m.failure), "")
         if failure:
             self._report("graph_compute", failure)
             return _FAILED
