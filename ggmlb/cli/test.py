@@ -234,7 +234,7 @@ def test(
     about = About.here(map(device_named, names))
     with _junit_file(output) if format is Format.junit else nullcontext() as file:
         results, about, stopped_by = _run(work, jobs, xfail, about, file, baseline, allowed)
-    if save is not None:
+    if save is not None and not stopped_by:
         save_baseline(save, about, _more_rounds([m for r in results if (m := measured(r)) is not None], work))
     if html is not None:
         write_page(html, f"ggmlb test: {', '.join(names)}", as_json_text(results, about))
