@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Final
 
 from ggmlb.core.errors import ArgumentError
@@ -69,8 +69,10 @@ class Measured:
     @property
     def noise(self) -> float:
         """Distance between the quartiles, as a share of the median."""
-        n, samples = len(self.samples), sorted(self.samples)
-        return (median(samples[-(n // 2) :]) - median(samples[: n // 2])) / self.value if n > 2 else 0.0
+        if len(self.samples) < 3:
+            return 0.0
+        low, _, high = quantiles(self.samples)
+        return (high - low) / self.value
 
     def together(self, other: Measured) -> Measured:
         """Return the measurement with the samples of another round."""

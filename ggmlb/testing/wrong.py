@@ -93,10 +93,7 @@ def pattern(wrong: Mask) -> str:
         np.asarray(wrong.any(axis=tuple(a for a in range(wrong.ndim) if a != wrong.ndim - 1 - i)))
         for i in range(wrong.ndim)
     ]
-    outer = axes[0]
-    for axis in axes[1:]:
-        outer = np.multiply.outer(axis, outer)
-    if np.array_equal(outer.reshape(wrong.shape), wrong):
+    if wrong[np.ix_(*reversed(axes))].all():
         parts = {i: axis for i, axis in enumerate(axes) if not axis.all()}
         told = ", ".join(f"i{i} {_span(axis)}" for i, axis in parts.items())
         return f"{_kind(parts)}: {told}"
