@@ -8,6 +8,21 @@ from ggmlb import Device
 from ggmlb.testing.run import Runner, Selection, tasks
 from ggmlb.testing.xfail import ExpectedFailures
 
+CPU_REG = """
+from ggmlb.backends.cpu.device import CpuReg
+
+class Reg(CpuReg):
+    name = Device.name.removesuffix("0")
+    def __init__(self):
+        super().__init__()
+        self._devices = [Device(self)]
+    devices = property(lambda self: self._devices)
+
+def backend_reg():
+    return Reg()
+"""
+"""The end of a file that is a backend: the registration of a class `Device`, which derives from the CPU's."""
+
 
 def faults(device: Device, mode: str, limit: int, least: float = 0.25, **chosen: Any) -> list[str]:
     """Return what the kit finds; more than that share of it must have run."""

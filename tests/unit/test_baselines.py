@@ -123,14 +123,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return state
 
 
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Places of a baseline and of GitHub's summary."""
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    return tmp_path / "before.json", tmp_path / "summary.md"
+
+
 def test_perf_is_compared(
-    quick: dict[str, float],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    quick: dict[str, float], files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, summary = tmp_path / "before.json", tmp_path / "summary.md"
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    before, summary = files
     args = ["test", "-d", "CPU", "--mode", "perf", "-o", "argmax,scale"]
     assert main([*args, "--save", str(before)]) == 0
     assert {len(m["samples"]) for m in json.loads(before.read_text())["measured"]} == {5 * ROUNDS}
@@ -149,13 +152,9 @@ def test_perf_is_compared(
 
 
 def test_bench_is_compared(
-    quick: dict[str, float],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    quick: dict[str, float], files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, summary = tmp_path / "before.json", tmp_path / "summary.md"
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    before, summary = files
     assert main(["bench", "-d", "CPU", "--save", str(before)]) == 0
     assert main(["bench", "-d", "CPU", "--compare", str(before), "--fail-at", "10%"]) == 0
     assert "same" in capsys.readouterr().out

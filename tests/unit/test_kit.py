@@ -36,6 +36,7 @@ from ggmlb.testing.page import page
 from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, CaseResult, Outcome, exit_status
 from ggmlb.testing.run import ALL, Runner, Selection, known_ops, run_all, run_as_done, selections, tasks
 from ggmlb.testing.xfail import ExpectedFailures
+from tests.support.kit import CPU_REG
 from tests.support.processes import python
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -444,7 +445,7 @@ def test_a_junit_report_is_whole_after_each_result(tmp_path, before):
 # -- what a device claims --------------------------------------------------------------------------
 
 NARROW = """
-from ggmlb.backends.cpu.device import CpuDevice, CpuReg
+from ggmlb.backends.cpu.device import CpuDevice
 from ggmlb.core.enums import Op
 
 class Device(CpuDevice):
@@ -453,17 +454,8 @@ class Device(CpuDevice):
         if op.op is Op.MUL and op.ne[0] != 256:
             return "rows are not of 256"
         return super().declines(op)
-
-class Reg(CpuReg):
-    name = "Narrow"
-    def __init__(self):
-        super().__init__()
-        self._devices = [Device(self)]
-    devices = property(lambda self: self._devices)
-
-def backend_reg():
-    return Reg()
 """
+NARROW += CPU_REG
 
 
 @pytest.fixture

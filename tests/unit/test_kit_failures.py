@@ -26,12 +26,13 @@ from ggmlb.testing.programs import compare_bytes
 from ggmlb.testing.run import Runner, Selection, tasks
 from ggmlb.testing.wrong import of_floats, pattern
 from tests.meta.broken import values
+from tests.support.kit import CPU_REG
 from tests.support.processes import ROOT, python
 from tests.support.processes import ggmlb_command as run
 
 FAULTY = """
 import numpy as np
-from ggmlb.backends.cpu.device import CpuDevice, CpuReg
+from ggmlb.backends.cpu.device import CpuDevice
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import BackendError
@@ -63,17 +64,8 @@ class Device(CpuDevice):
         if op.op is Op.COS:
             raise KeyError("no such op")
         return super().declines(op)
-
-class Reg(CpuReg):
-    name = "Faulty"
-    def __init__(self):
-        super().__init__()
-        self._devices = [Device(self)]
-    devices = property(lambda self: self._devices)
-
-def backend_reg():
-    return Reg()
 """
+FAULTY += CPU_REG
 
 
 @pytest.fixture(scope="module")
