@@ -152,20 +152,30 @@ made.unregister()
     )
 
 
-def test_a_failed_write_fails_what_would_read_it(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "of", "hook"),
+    [
+        ("LLVM", "device.buffer_type.alloc_buffer(1)", "_set_tensor"),
+        ("LLVM", "device.buffer_type.alloc_buffer(1)", "_memset_tensor"),
+        ("OpenCL0", "device.init_backend()", "_set_tensor_async"),
+    ],
+)
+def test_a_failed_write_fails_what_would_read_it(model: Path, device: str, of: str, hook: str) -> None:
+    if device not in [each.name for each in ggmlb.devices()]:
+        pytest.skip(f"{device} is missing")
     run(
-        """
-made = ggmlb.register_with_ggml("LLVM", "xllamacpp")
-buffer = type(made.device.buffer_type.alloc_buffer(1))
-def fails(self, tensor, data, offset):
+        f"""
+device = ggmlb.register_with_ggml("{device}", "xllamacpp").device
+kind = type({of})
+def fails(*arguments):
     raise ggmlb.BackendError("no transfer")
-kept, buffer._set_tensor = buffer._set_tensor, fails
-llama = Llama(path)
-buffer._set_tensor = kept
+kept, kind.{hook} = kind.{hook}, fails
+llama = Llama(path, load_mode=0)
+kind.{hook} = kept
 assert llama.decode([prompt]) < 0
 assert "graph_compute failed: a write to its memory failed: no transfer" in "".join(llama.log)
 llama.close()
-llama = Llama(path)
+llama = Llama(path, load_mode=0)
 assert llama.decode([prompt]) == 0
 llama.close()
 """,
