@@ -178,7 +178,16 @@ class GgmlRegistration:
         self._procs = self._proc_functions()
         self._stream = self._table("stream", self._stream_fields())
         self._stream.slots[self._tables["stream"]["guid"]] = _text("ggmlb's streams.")
-        self._reg = self._table("registration", self._reg_fields())
+        name = _text(self.name)
+        self._reg = self._table(
+            "registration",
+            {
+                "get_name": (lambda _: name, name),
+                "get_device_count": (lambda _: 1, 0),
+                "get_device": (lambda _, i: ctypes.addressof(self._dev), None),
+                "get_proc_address": (lambda _, proc: self._procs.get(proc.decode()), None),
+            },
+        )
         self._reg.slots[0] = self._tables["api_version"]
         self._point("device", self._dev, "registration", self._reg)
         self._point("stream", self._stream, "device", self._dev)
@@ -295,15 +304,6 @@ class GgmlRegistration:
 
     # -- the registration and the device -------------------------------------------------------
 
-    def _reg_fields(self) -> Fields:
-        name = _text(self.name)
-        return {
-            "get_name": (lambda _: name, name),
-            "get_device_count": (lambda _: 1, 0),
-            "get_device": (lambda _, i: ctypes.addressof(self._dev), None),
-            "get_proc_address": (lambda _, proc: self._procs.get(proc.decode()), None),
-        }
-
     def _proc_functions(self) -> dict[str, int | None]:
         """Return the addresses of the functions that programs look up by name."""
         reg, found = self.device.reg, {}
@@ -326,6 +326,7 @@ class GgmlRegistration:
 
     def _device_fields(self) -> Fields:
         device, name, description = self.device, _text(self.name), _text(self.device.description)
+        from_host = device.caps.buffer_from_host_ptr and not self._extra  # repacked weights are copies
         props_size = self.library.facts["props_size"]
         caps_at = abi.CAPS_AT[props_size]
 
@@ -334,7 +335,7 @@ class GgmlRegistration:
                 ctypes.c_size_t.from_address(address).value = number
 
         def get_props(_: int, props: int) -> None:
-            caps, from_host = device.caps, self._takes_host_memory
+            caps = device.caps
             head = struct.pack("=4Qi", name, description, *device.memory, _GPU)
             ctypes.memmove(props, head, len(head))
             flags = bytes((caps.async_, self._host is not None, from_host, caps.events, caps.mmap_support))
@@ -359,18 +360,13 @@ class GgmlRegistration:
         }
         if self._host is not None:
             fields["get_host_buffer_type"] = (lambda _: ctypes.addressof(self._host), None)  # type: ignore[arg-type]
-        if self._takes_host_memory:
+        if from_host:
             fields["buffer_from_host_ptr"] = (self._over, None)
         if device.caps.events:
             fields["event_new"] = (lambda _: self._new_event(), None)
             fields["event_free"] = (lambda _, event: self._events.pop(event)[1].free(), None)
             fields["event_synchronize"] = (lambda _, event: self._events[event][1].synchronize(), None)
         return fields
-
-    @property
-    def _takes_host_memory(self) -> bool:
-        """Whether weights are used where a file is mapped; they are not if they are repacked."""
-        return self.device.caps.buffer_from_host_ptr and not self._extra
 
     def _supports(self, op: int) -> bool:
         c = CTensor(self.library, op)
@@ -425,8 +421,7 @@ class GgmlRegistration:
             if free and nbytes > free:
                 raise buft.out_of_memory(nbytes)
         plain = None if is_late else buft.alloc_buffer(max(nbytes, 1))
-        is_host = plain is not None and plain.is_host
-        base: int = plain.base.ctypes.data if is_host and plain is not None else next(_first_free)
+        base = plain.base.ctypes.data if plain is not None and plain.is_host else next(_first_free)
         return self._new_memory(_Memory(buft, base, nbytes, plain), table)
 
     def _over(self, _: int, start: int, size: int, most: int) -> int:
@@ -492,24 +487,24 @@ class GgmlRegistration:
             raise
 
     def _set(
-        self, b: int, tensor: int, data: int, offset: int, nbytes: int, stream: Backend | None = None
+        self, b: int, tensor: int, data: int, offset: int, n: int, stream: Backend | None = None
     ) -> None:
         with self._writing(b):
             held, start = self._find(b, CTensor(self.library, tensor))
             write = held.placed("set_tensor").set_tensor if stream is None else stream.set_tensor_async
-            write(held, _host(data, nbytes), start + offset)
+            write(held, _host(data, n), start + offset)
 
     def _get(
-        self, b: int, tensor: int, data: int, offset: int, nbytes: int, stream: Backend | None = None
+        self, b: int, tensor: int, data: int, offset: int, n: int, stream: Backend | None = None
     ) -> None:
         try:
             held, start = self._find(b, CTensor(self.library, tensor))
             if stream is None:
-                held.placed("get_tensor").get_tensor(held, start + offset, nbytes, _host(data, nbytes))
+                held.placed("get_tensor").get_tensor(held, start + offset, n, _host(data, n))
             else:
-                stream.get_tensor_async(held, _host(data, nbytes), start + offset)
+                stream.get_tensor_async(held, _host(data, n), start + offset)
         except BaseException:
-            ctypes.memset(data, 0xFF, nbytes)  # NaN, as no status tells the program
+            ctypes.memset(data, 0xFF, n)  # NaN, as no status tells the program
             raise
 
     def _memset(self, b: int, tensor: int, value: int, offset: int, nbytes: int) -> None:
