@@ -369,7 +369,7 @@ def slots(ggml: Ggml, accessors: Accessors) -> dict[str, int]:
     called: list[int] = []
     room = ctypes.create_string_buffer(1024)
     recorders = _recorders(called, ctypes.addressof(room))
-    fake = (ctypes.c_void_p * N_SLOTS)(*(ctypes.cast(c, ctypes.c_void_p).value for c in recorders))
+    fake = _table(recorders)
     found = {}
     for name, (accessor, arguments) in accessors.items():
         called.clear()
@@ -402,9 +402,8 @@ def tables(ggml: Ggml) -> dict[str, Any]:
     room = ctypes.create_string_buffer(1024)
     zero = _Slot(lambda _: 0)
     recorders = _recorders(called, ctypes.addressof(room))
-    values = [ctypes.cast(recorder, ctypes.c_void_p).value for recorder in recorders]
-    fake = Table((ctypes.c_void_p * N_SLOTS)(*values))
-    plain = Table((ctypes.c_void_p * N_SLOTS)(*[ctypes.cast(zero, ctypes.c_void_p).value] * N_SLOTS))
+    fake, plain = _table(recorders), _table([zero] * N_SLOTS)
+    values = list(fake.slots)
     buffer = c["backend_buffer_init"](ctypes.addressof(plain), fake, None, 64)
     layout = _tensor_layout(ggml)
     both = [_placed_tensor(layout, buffer, ctypes.addressof(room) + 64 * i) for i in range(2)]
@@ -443,6 +442,11 @@ def _placed_tensor(layout: Mapping[str, int], buffer: int, data: int) -> Any:
     return tensor
 
 
+def _table(callbacks: Sequence[Any]) -> Table:
+    """Return an interface struct of callbacks, which must outlive it."""
+    return Table(tuple(ctypes.cast(callback, ctypes.c_void_p).value for callback in callbacks))
+
+
 def _recorders(called: list[int], answer: int) -> list[Any]:
     """Return a callback for each slot, which notes its index, and returns `answer` (any pointer)."""
 
@@ -459,7 +463,7 @@ def _recorders(called: list[int], answer: int) -> list[Any]:
 def _props_size(ggml: Ggml) -> int:
     """Return the size of `ggml_backend_dev_props`: the bytes that its getter clears."""
     nothing = _Slot(lambda _: 0)
-    fake = (ctypes.c_void_p * N_SLOTS)(*[ctypes.cast(nothing, ctypes.c_void_p).value] * N_SLOTS)
+    fake = _table([nothing] * N_SLOTS)
     room = ctypes.create_string_buffer(b"\xff" * 256, 256)
     ggml.c["backend_dev_get_props"](ctypes.addressof(fake), ctypes.addressof(room))
     size = len(room.raw) - len(room.raw.lstrip(b"\0"))
