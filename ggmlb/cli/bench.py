@@ -23,6 +23,7 @@ from ggmlb.cli.options import (
     SomeDevicesOption,
     baseline_of,
     device_names,
+    warn_of_differences,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def bench(
     about = About.here(found)
     told: dict[str, Any] = {"devices": [_as_data(device, of) for device, of in measured]}
     if baseline is not None:
-        told["changes"] = [{"device": c.now.device, "name": c.now.name, **_finite(c)} for c in changes]
+        told["changes"] = [_change_as_data(change) for change in changes]
     data = json.dumps({"run": about.as_dict(), **told}, indent=1)
     if html is not None:
         write_page(html, "ggmlb bench", data)
@@ -114,12 +115,7 @@ def bench(
     elif measured:
         _print_table(measured)
     if baseline is not None:
-        notes = [
-            *baseline.differences(about),
-            *(f"not measured: {m}" for m in baseline.missing(records.values())),
-        ]
-        for line in notes:
-            plain.echo(f"ggmlb: {line}", sys.stderr)
+        warn_of_differences(baseline, about, [*records.values()])
         if not as_json:
             _print_changes(changes)
     if github:
@@ -149,8 +145,10 @@ def _record(device: Device, figure: Figure) -> Measured | None:
     return Measured(device.name, figure.name, figure.unit, figure.samples) if figure.samples else None
 
 
-def _finite(change: SpeedChange) -> dict[str, Any]:
+def _change_as_data(change: SpeedChange) -> dict[str, Any]:
     return {
+        "device": change.now.device,
+        "name": change.now.name,
         "unit": change.now.unit,
         "value": change.now.value,
         "baseline": change.before.value,

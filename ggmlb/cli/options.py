@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ggmlb.cli import plain
 from ggmlb.core.errors import ArgumentError
 from ggmlb.testing import names
 
 if TYPE_CHECKING:
-    from ggmlb.testing.baseline import Baseline
+    from ggmlb.testing.about import About
+    from ggmlb.testing.baseline import Baseline, Measured
 
 
 def device_names(text: str) -> list[str]:
@@ -70,6 +74,12 @@ def baseline_of(compare: Path | None, fail_at: str | None) -> tuple[Baseline | N
         raise ArgumentError("--fail-at needs a baseline: give --compare FILE, as --save wrote it")
     allowed = math.inf if fail_at is None else share(fail_at)
     return (None if compare is None else Baseline.load(compare)), allowed
+
+
+def warn_of_differences(baseline: Baseline, about: About, measured: Sequence[Measured]) -> None:
+    """Print how this run differs from the baseline's, and the measurements that it lacks."""
+    for line in (*baseline.differences(about), *(f"not measured: {m}" for m in baseline.missing(measured))):
+        plain.echo(f"ggmlb: {line}", sys.stderr)
 
 
 def _writable(path: Path | None) -> Path | None:

@@ -57,7 +57,7 @@ def _print_families(out: Console, device: str, mode: str, cases: Sequence[CaseRe
     grouped = [list(group) for _, group in groupby(cases, lambda r: r.family)]
     declined = [of for of in grouped if is_declined(of)]
     for of in grouped:
-        if of in declined and len(declined) > 1:
+        if len(declined) > 1 and is_declined(of):
             continue
         family, n = of[0].family, counts(of)
         bad = n[Outcome.FAILED] + n[Outcome.XPASSED]

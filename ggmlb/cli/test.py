@@ -32,6 +32,7 @@ from ggmlb.cli.options import (
     complete_devices,
     complete_ops,
     count,
+    warn_of_differences,
 )
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 
@@ -240,9 +241,7 @@ def test(
         write_page(html, f"ggmlb test: {', '.join(names)}", as_json_text(results, about))
     _write(results, about, format, output, verbose, is_written=file is not None)
     if baseline is not None:
-        now = [m for r in results if (m := measured(r)) is not None]
-        for line in (*baseline.differences(about), *(f"not measured: {m}" for m in baseline.missing(now))):
-            plain.echo(f"ggmlb: {line}", sys.stderr)
+        warn_of_differences(baseline, about, [m for r in results if (m := measured(r)) is not None])
     if github:
         append_summary(markdown(results, about))
         for line in failure_annotations(results):
