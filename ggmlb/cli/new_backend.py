@@ -44,7 +44,8 @@ def new_backend(
 
     if not NAME.fullmatch(name):
         raise ArgumentError(
-            f"{name!r} names no backend: give two letters or more, with digits and _ between them, as MyChip"
+            f"{name!r} cannot be a backend's name: it must begin and end with a letter, "
+            "with letters, digits and _ between them, as in MyChip"
         )
     taken = {of.casefold() for of in (*(r.name for r in regs()), *(m.name for m in unavailable()))}
     if name.casefold() in taken:

@@ -129,7 +129,7 @@ FailAtOption = Annotated[
     typer.Option(
         "--fail-at",
         metavar="SHARE",
-        help="Fail if something is slower than the baseline by more than this and the noise, as 10%.",
+        help="Fail if anything is slower than the baseline by more than SHARE (as 10%) plus the noise.",
     ),
 ]
 GithubOption = Annotated[

@@ -146,7 +146,7 @@ def test(
         typer.Option(
             "--verbose",
             "-v",
-            help="Show every case, and tracebacks, wrong elements and programs of failures.",
+            help="Show every case; of failures, the traceback, the wrong elements and Python to reproduce.",
         ),
     ] = False,
     only_list: Annotated[

@@ -132,8 +132,8 @@ def test_its_own_tests_pass(package: Path, site: Path) -> None:
 def test_a_name_must_be_free_and_a_folder_new(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for args, told in (
         (["opencl"], "there is a backend opencl already"),
-        (["My-Chip"], "'My-Chip' names no backend"),
-        (["Chip2"], "'Chip2' names no backend"),
+        (["My-Chip"], "'My-Chip' cannot be a backend's name"),
+        (["Chip2"], "'Chip2' cannot be a backend's name"),
         (["Other", "--output", str(package)], "exists; give another folder"),
     ):
         assert main(["new-backend", *args]) == 1

@@ -385,7 +385,7 @@ def callback(kinds: str, function: Callable[..., Any]) -> Any:
 
 
 def tables(ggml: Ggml) -> dict[str, Any]:
-    """Return the index of each field of the structs in `TABLES`, and the API version.
+    """Return the position of each function pointer in the structs that `TABLES` names, and the API version.
 
     Raises:
         Unfit: The API version is not in `API_VERSIONS`, or a field is not found.

@@ -274,7 +274,7 @@ class GraphAllocator(Freeable):
     # -- plans ---------------------------------------------------------------------------------
 
     def _find(self, indexed: IndexedGraph, ids: BufferIds | None) -> Plan:
-        """Return a cached plan that fits the graph, or a new one, which replaces plans that are nowhere larger.
+        """Return a cached plan that fits the graph, or a new one; it replaces plans that are nowhere larger.
 
         `ids` are by default those of a cached plan.
         """

@@ -200,7 +200,7 @@ class Executor:
             self._order(owner, b)
 
     def _uploads_of(self, b: int) -> Uploads:
-        """Return the uploads of weights to a backend, whose stream is opened at first use."""
+        """Return the object that uploads weights to a backend; it opens a stream of its own at first use."""
         if b not in self._uploads:
             self._uploads[b] = Uploads(self._backends[b])
         return self._uploads[b]

@@ -94,7 +94,7 @@ def windows(x: View, axes: Sequence[Axis]) -> View:
 
 
 def each_tap(*patches: View) -> Iterator[tuple[View, ...]]:
-    """Yield for each tap (kernel element) its part `[N, C, places..]` of each `[N, C, places.., taps..]`."""
+    """Yield for each tap (element of the convolution's kernel) its part `[N, C, places..]` of all arrays."""
     shape = patches[0].shape
     n = 2 + (len(shape) - 2) // 2
     for tap in product(*map(range, shape[n:])):

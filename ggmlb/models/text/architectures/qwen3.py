@@ -11,7 +11,7 @@ from ggmlb.models.text.keys import Keys
 
 @register_architecture("qwen3")
 def qwen3(keys: Keys) -> TextConfig:
-    """Read a model, whose queries and keys have norms."""
+    """Read the configuration of a dense model, whose queries and keys have norms."""
     attention = attentions(keys, RopeType.NEOX, norms="head")
     return TextConfig.read(keys, decoder_layers(attention, feed_forwards(keys)))
 
