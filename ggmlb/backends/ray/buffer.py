@@ -107,7 +107,7 @@ class RayBuffer(Buffer):
         return self.handle
 
     def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> MemoryRange:
-        """Return the remote memory range of `nbytes` of a tensor (default: all)."""
+        """Return the address range of `nbytes` of a tensor (default: all) on the remote machine."""
         return MemoryRange(self.handle, tensor.offset + offset, tensor.nbytes if nbytes is None else nbytes)
 
     def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:

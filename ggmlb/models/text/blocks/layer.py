@@ -56,7 +56,7 @@ class Layer:
     steps: tuple[Residual, ...]
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
-        """Return the weights of all steps."""
+        """Return the weights of the norms and blocks of the layer."""
         return [weight for step in self.steps for weight in step.weights(n_embd)]
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
