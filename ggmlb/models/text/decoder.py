@@ -243,6 +243,7 @@ class BaseDecoder(ABC, Generic[Cache]):
         Returns:
             Shape `(n, n_vocab)`.
         """
+        self.wait()
         found = np.empty((len(states), self._config.n_vocab), np.float32)
         for start in range(0, len(states), N_OUT):
             rows = found[start : start + N_OUT]
