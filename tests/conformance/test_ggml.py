@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import signal
@@ -61,6 +62,25 @@ def test_a_listing_loads_no_library(device: Any) -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [str([d.name for d in device.reg.devices]), "False"]
+
+
+def test_features_tell_builds_apart(device: Any) -> None:
+    """Each library's build options, and no library loaded for them."""
+    code = (
+        "import ggmlb; reg = ggmlb.reg_by_name('ggml'); told = reg.get_proc_address('get_features')(reg);"
+        "print(dict(told)); print(any(d.library.is_loaded for d in reg.devices))"
+    )
+    told, loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    features = ast.literal_eval(told)
+    assert loaded == "False"
+    for one in device.reg.devices:
+        own = {name: value for name, value in features.items() if name.startswith(one.library.prefix)}
+        assert own == {one.library.prefix + name: value for name, value in one.features}
+        parts = abi.load(one.library.found.parts, one.library.found.folder).parts
+        has = [f for part in parts if (f := getattr(part, "ggml_cpu_has_avx2", None)) is not None]
+        assert [str(f()) for f in has] in ([], [own.get(f"{one.library.prefix}CPU_AVX2", "0")])
 
 
 def test_files_that_are_no_library_are_told(device: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import Context, DeviceType, DType, Graph, Scheduler
+from ggmlb import Context, DeviceType, DType, Graph, Scheduler, Status
 from ggmlb.backends.ray.cluster import Cluster
 from ggmlb.core.tensor import Tensor
 
@@ -88,3 +88,55 @@ def test_numbers_of_threads_are_checked(cluster: Cluster, n: int) -> None:
         pytest.raises(ggmlb.ArgumentError, match="give 1 or more"),
     ):
         backend.device.reg.get_proc_address("set_n_threads")(backend, n)
+
+
+def test_features_are_those_of_each_machine(cluster: Cluster) -> None:
+    """Both nodes are this machine."""
+    cpu = ggmlb.reg_by_name("CPU")
+    own = [(f"CPU_{name}", value) for name, value in cpu.get_proc_address("get_features")(cpu)]
+    reg = cluster.reg
+    told = reg.get_proc_address("get_features")(reg)
+    assert own
+    assert told == [(f"{node}/{name}", value) for node in ("node0", "node1") for name, value in own]
+
+
+def test_an_abort_callback_stops_a_machine_between_steps(cluster: Cluster) -> None:
+    """It is asked before the graph is sent, and while the machine computes."""
+    n, n_nodes = 1024, 100
+    with ggmlb.init_by_name("node1/CPU") as backend:
+        ctx = Context()
+        x = y = ctx.new_tensor(DType.F32, (n, n), "x")
+        first = ctx.scale(x, 2.0)
+        graph = Graph().build_forward_expand(first)
+        for _ in range(n_nodes):
+            y = ctx.set_output(ctx.mul_mat(x, ctx.cont(ctx.transpose(y))))  # a step of its own
+        graph.build_forward_expand(y)
+        set_abort = backend.device.reg.get_proc_address("set_abort_callback")
+        with ggmlb.alloc_ctx_tensors(ctx, backend) as buffer:
+            buffer.clear(0)
+            x.set_array(np.eye(n, dtype=np.float32))
+            asked: list[int] = []
+
+            def abort() -> bool:
+                asked.append(1)
+                return len(asked) == 2
+
+            set_abort(backend, abort)
+            assert backend.graph_compute(graph) is Status.ABORTED
+            assert len(asked) == 2
+            assert not y.to_numpy().any()
+            small = Graph().build_forward_expand(first)
+            assert backend.graph_compute(small) is Status.SUCCESS
+            np.testing.assert_array_equal(first.to_numpy(), 2 * np.eye(n, dtype=np.float32))
+
+            def fail() -> bool:
+                asked.append(1)
+                if len(asked) == 2:
+                    raise KeyError("ours")
+                return False
+
+            asked.clear()
+            set_abort(backend, fail)
+            with pytest.raises(KeyError, match="ours"):
+                backend.graph_compute(graph)
+            assert not y.to_numpy().any()

@@ -128,6 +128,24 @@ FAULTS_OF_RPC: dict[str, Callable[[Session], object]] = {
 }
 
 
+def test_a_computation_is_stopped_by_its_number(session: Session) -> None:
+    plan = session.ask("plan", session.stream, session.record)
+    session.ask("clear", session.buffer, 0)
+    session.node.aborted = 5
+    y = ("read", session.buffer, session.y_offset, X.nbytes, False)
+    assert session.run(("compute", plan, 5), y) == ([True], bytes(X.nbytes))
+    for number in (6, None):
+        assert session.ask("compute", plan, number) is None
+    assert session.run(y)[1] != bytes(X.nbytes)
+
+
+def test_features_name_the_backend() -> None:
+    cpu = ggmlb.reg_by_name("CPU")
+    own = cpu.get_proc_address("get_features")(cpu)
+    assert own
+    assert Session().ask("features") == [(f"CPU_{name}", value) for name, value in own]
+
+
 @pytest.mark.parametrize("fault", FAULTS_OF_RPC.values(), ids=FAULTS_OF_RPC)
 def test_a_class_of_faults_of_rpc_is_refused(session: Session, fault: Callable[[Session], object]) -> None:
     with pytest.raises((RefusedError, FreedError)):

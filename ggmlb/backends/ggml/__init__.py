@@ -86,6 +86,7 @@ class GgmlReg(BackendReg):
             "set_abort_callback": set_abort_callback,
             "dev_get_extra_bufts": dev_get_extra_bufts,
             "driver_version": _driver_version,
+            "get_features": _features,
         }
 
 
@@ -93,6 +94,17 @@ class GgmlReg(BackendReg):
 def backend_reg() -> GgmlReg:
     """Return the registration; the registry calls this."""
     return GgmlReg()
+
+
+def _features(reg: BackendReg) -> list[tuple[str, str]]:
+    """Return the build options of each library's backends, such as `("ggml:CPU_AVX2", "1")`."""
+    from ggmlb.backends.ggml.device import GgmlDevice
+
+    found: dict[str, str] = {}
+    for device in reg.devices:
+        assert isinstance(device, GgmlDevice)
+        found |= {device.library.prefix + name: value for name, value in device.features}
+    return list(found.items())
 
 
 @checked

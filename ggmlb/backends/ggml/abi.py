@@ -12,6 +12,7 @@ struct of callbacks that record their index.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -518,7 +519,25 @@ def _device(ggml: Ggml, index: int) -> dict[str, Any]:
         "caps": [b == 1 for b in room.raw[at : at + 5]],
         "is_host": bool(c["backend_buft_is_host"](c["backend_dev_buffer_type"](device))),
         "backend": c["backend_reg_name"](reg).decode(errors="replace"),
+        "features": _features(ggml, reg),
     }
+
+
+class Feature(ctypes.Structure):
+    """`struct ggml_backend_feature`."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("value", ctypes.c_char_p)]
+
+
+def _features(ggml: Ggml, reg: int) -> list[tuple[str, str]]:
+    """Return the build options of a backend, such as the vector extensions that its CPU kernels use."""
+    address = ggml.c["backend_reg_get_proc_address"](reg, b"ggml_backend_get_features")
+    if not address:
+        return []
+    getter = ctypes.CFUNCTYPE(ctypes.POINTER(Feature), ctypes.c_void_p)(address)
+    listed = getter(reg)
+    texts = ((f.name.decode(), f.value.decode()) for f in itertools.takewhile(lambda f: f.name, listed))
+    return list(texts)
 
 
 def main(arguments: Sequence[str]) -> None:

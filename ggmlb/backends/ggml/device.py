@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -107,6 +107,11 @@ class GgmlDevice(Device):
         """Device id from ggml, such as a PCI address; `None` if it has none."""
         ident = self._facts["id"]
         return None if ident is None else str(ident)
+
+    @property
+    def features(self) -> Sequence[tuple[str, str]]:
+        """Build options of the device's backend, after its name: `("CPU_AVX2", "1")`."""
+        return [(f"{self._facts['backend']}_{name}", value) for name, value in self._facts["features"]]
 
     @property
     def reg(self) -> BackendReg:

@@ -20,7 +20,7 @@ from typing import Any
 from ggmlb.backends.ray.collectives import comm_allreduce_tensor, comm_free, comm_init
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface import BackendReg, Device
-from ggmlb.interface.procs import dev_get_extra_bufts, set_n_threads
+from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
 
 
 class RayReg(BackendReg):
@@ -55,6 +55,8 @@ class RayReg(BackendReg):
         return {
             "dev_get_extra_bufts": dev_get_extra_bufts,
             "set_n_threads": set_n_threads,
+            "set_abort_callback": set_abort_callback,
+            "get_features": _features,
             "comm_init": comm_init,
             "comm_free": comm_free,
             "comm_allreduce_tensor": comm_allreduce_tensor,
@@ -65,3 +67,11 @@ class RayReg(BackendReg):
 def backend_reg() -> RayReg:
     """Return the registration; the registry calls this."""
     return RayReg()
+
+
+def _features(reg: BackendReg) -> list[tuple[str, str]]:
+    """Return the features of each machine's backends, such as `("node0/CPU_NUMPY", "2.3.4")`."""
+    from ggmlb.backends.ray.device import RayDevice
+
+    links = {device.link: None for device in reg.devices if isinstance(device, RayDevice)}
+    return [(f"{link.title}/{name}", value) for link in links for name, value in link.ask("features")]

@@ -10,13 +10,13 @@ import ray
 from ggmlb.backends.ray.node import Node
 
 WATCH = "watch"
-"""Concurrency group (a separate thread) in which a busy actor answers `ping`."""
+"""Concurrency group (a separate thread) in which a busy actor answers `ping` and `abort`."""
 
 
 class NodeActor:
     """A Ray actor that owns a `Node`, the remote end of a connection.
 
-    Calls of `run` are in order; `ping` answers at any time.
+    Calls of `run` are in order; `ping` and `abort` answer at any time.
 
     It does not derive from `Node`, as Ray wraps each method of an actor's class. `start` replaces the
     constructor, of which Ray reports errors only as text.
@@ -30,6 +30,11 @@ class NodeActor:
     def run(self, message: bytes, *apart: Any) -> Any:
         """Run the commands of a message on the machine's `Node`; return their results."""
         return self._node.run(message, *apart)
+
+    @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
+    def abort(self, number: int) -> None:
+        """Stop computation number `number` at its next step, if it is not done."""
+        self._node.aborted = number
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def ping(self) -> int:

@@ -87,9 +87,12 @@ class RayBackend(Backend):
         return RayPlan(self, graph)
 
     def _compute(self, plan: GraphPlan) -> Status:
-        if self.is_aborted():
+        planned, link = cast("RayPlan", plan).planned, self.device.link
+        if self.abort_callback is None:
+            link.compute(planned)
+            return Status.SUCCESS
+        if self.is_aborted() or link.compute_unless(self.is_aborted, planned):
             return Status.ABORTED
-        self.device.link.compute(cast("RayPlan", plan).planned)
         return Status.SUCCESS
 
     def _plan_free(self, plan: GraphPlan) -> None:

@@ -13,11 +13,12 @@ data that go from node to node. Smaller data are part of the message.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -45,8 +46,14 @@ MAX_AHEAD: Final = 1 << 24
 LOOK_S: Final = 2.0
 """Interval at which the node of an unfinished call is pinged [s]."""
 
+ABORT_S: Final = 0.05
+"""Interval at which an abort callback is asked during a computation [s]."""
+
 ANSWER_S: Final = 6.0
 """Time limit for the answer to a ping [s]."""
+
+
+_numbers: Final = itertools.count(1)
 
 
 class MemoryRange(NamedTuple):
@@ -299,11 +306,16 @@ class Link:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def compute(self, plan: Planned) -> None:
-        """Send the batch, a computation of the plan, and the reads that followed its previous computation."""
+    def compute(self, plan: Planned, number: int | None = None) -> Call:
+        """Send the batch, a computation of the plan, and the reads that followed its previous computation.
+
+        Args:
+            plan: The plan.
+            number: Number of the computation, for `abort`; `None` if nothing stops it.
+        """
         with self._lock:
             self.end_progress()
-            self.queue("compute", plan.handle)
+            self.queue("compute", plan.handle, number)
             wanted, plan.was_read = plan.was_read, {}
             self._ahead = {
                 (span, is_apart): self._collect(span, is_apart)
@@ -311,7 +323,36 @@ class Link:
                 if span.place in self.sizes and span.nbytes <= MAX_AHEAD  # the buffer may have been freed
             }
             self._computed = plan
-            self.flush()
+            call = self.flush()
+            assert call is not None
+            return call
+
+    def compute_unless(self, is_aborted: Callable[[], bool], plan: Planned) -> bool:
+        """Compute the plan and wait for it; ask `is_aborted` every `ABORT_S`, and stop it once that is true.
+
+        Returns:
+            Whether it was stopped.
+
+        Raises:
+            Error: It failed, or earlier work did; or the error of `is_aborted`, after the computation ended.
+        """
+        number = next(_numbers)
+        call = self.compute(plan, number)
+        try:
+            while not ray.wait([call.refs[0]], timeout=ABORT_S)[0]:
+                self._look_at(call)
+                if is_aborted():
+                    self._actor.abort.remote(number)
+                    break
+        except BaseException:
+            self._actor.abort.remote(number)
+            with suppress(Error):
+                call.wait()
+            raise
+        call.wait()
+        assert call.first is not None
+        results, _ = call.first
+        return bool(results)
 
     def ask(self, *command: Any) -> Any:
         """Run one command on the node synchronously; return its result.
@@ -421,13 +462,17 @@ class Link:
             try:
                 return ray.get(call.refs[0], timeout=LOOK_S)
             except exceptions.GetTimeoutError:
-                for link in {self, *call.sources}:
-                    link._look()
+                self._look_at(call)
             except exceptions.RayTaskError as error:
                 raise self._error_of(error.cause if isinstance(error.cause, Exception) else error) from None
             except exceptions.RayError as error:
                 raise self._error_of(error) from None
         raise self._lost_error()
+
+    def _look_at(self, call: Call) -> None:
+        """Ping the nodes that an unfinished call waits for."""
+        for link in {self, *call.sources}:
+            link._look()
 
     def _look(self) -> None:
         """Ping the node.

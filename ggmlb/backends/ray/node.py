@@ -33,14 +33,14 @@ from ggmlb.backends.ray.wire import (
     unpacked,
 )
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import BufferUsage
+from ggmlb.core.enums import BufferUsage, Status
 from ggmlb.core.errors import BackendBroken, BackendError, Error, FreedError, one_line
 from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Device, GraphPlan, registry, tensor_copy
 
 Message = Sequence[Sequence[Any]]
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """Version of the message format."""
 
 APART: Final = 1 << 16
@@ -78,6 +78,9 @@ class Stored(NamedTuple):
 class Node:
     """The devices of a machine, and the buffers, streams and plans of a driver on them.
 
+    Attributes:
+        aborted: Number of the computation to stop, set from another thread.
+
     Args:
         driver: `versions` of the driver.
         names: Names of the devices; default: all of the machine.
@@ -97,6 +100,7 @@ class Node:
                 "versions on all machines"
             )
         devices = registry.devices() if names is None else [registry.device_by_name(name) for name in names]
+        self.aborted = 0
         self._devices = {device.name: device for device in devices}
         self._files = SharedFiles(shared)
         self._things: dict[int, Buffer | Backend | GraphPlan] = {}
@@ -191,6 +195,14 @@ class Node:
             stream.synchronize()
 
     # -- devices -------------------------------------------------------------------------------
+
+    def _do_features(self) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        for reg in {device.reg: None for device in self._devices.values()}:
+            get_features = reg.get_proc_address("get_features")
+            if get_features is not None:
+                found += ((f"{reg.name}_{name}", value) for name, value in get_features(reg))
+        return found
 
     def _do_memory(self, device: str) -> tuple[int, int]:
         return self._devices[device].memory
@@ -288,13 +300,25 @@ class Node:
         else:
             thing.free()
 
-    def _do_compute(self, handle: int) -> None:
+    def _do_compute(self, handle: int, number: int | None = None) -> bool | None:
+        """Compute a plan.
+
+        Args:
+            handle: The plan.
+            number: Number by which `aborted` stops the computation; `None` if nothing will.
+
+        Returns:
+            True if it was stopped, else `None`.
+        """
         plan = self._of(GraphPlan, handle)
         stream = plan.backend
+        set_abort = stream.device.reg.get_proc_address("set_abort_callback")
+        if set_abort is not None:
+            set_abort(stream, None if number is None else lambda: self.aborted == number)
         if any(busy is not stream for busy in self._busy.values()):
             self._do_wait()
         self._busy[id(stream)] = stream
-        stream.graph_plan_compute(plan)
+        return stream.graph_plan_compute(plan) is Status.ABORTED or None
 
 
 class _Inbox:
