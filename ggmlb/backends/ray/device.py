@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ggmlb.backends.ray import RayReg
 from ggmlb.backends.ray.backend import RayBackend, RayEvent
 from ggmlb.backends.ray.buffer import RayBuffer, RayBufferType
 from ggmlb.backends.ray.link import Link
 from ggmlb.backends.ray.wire import NONE, Records, node_record, unsendable
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
+from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 
 
 class RayDevice(Device):
@@ -25,7 +24,7 @@ class RayDevice(Device):
 
     caps = Caps(async_=True, events=True)
 
-    def __init__(self, reg: RayReg, link: Link, node: str, facts: Mapping[str, Any]) -> None:
+    def __init__(self, reg: BackendReg, link: Link, node: str, facts: Mapping[str, Any]) -> None:
         self._reg = reg
         self.link = link
         self.remote_name: str = facts["name"]
@@ -60,7 +59,7 @@ class RayDevice(Device):
         return free, total
 
     @property
-    def reg(self) -> RayReg:
+    def reg(self) -> BackendReg:
         """The registry entry `Ray`."""
         return self._reg
 
