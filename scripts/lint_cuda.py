@@ -1,9 +1,10 @@
 """Compile every kernel for CUDA, with every set of macros that launches have.
 
-The launches are those of the golden programs, and of random graphs with nodes that are fused. They are
-compiled for the oldest and the newest architecture, with `--all` for those between, whose texts are the same
-as the newest's; CUDA's own kernels for the shapes that matter, for some between too. The tests' machine must
-know all instructions of their PTX; what CUDA's own take of a card is compared with docs/cuda-resources.md.
+The launches are those of the golden programs, of random graphs with nodes that are fused, and of ops'
+samples. They are compiled for the oldest and the newest architecture, with `--all` for those between, whose
+texts are the same as the newest's; CUDA's own kernels for the shapes that matter, for some between too. The
+tests' machine must know all instructions of their PTX; what CUDA's own take of a card is compared with
+docs/cuda-resources.md.
 `--write` writes it for all, as ptxas of its own wheel tells it: pip install nvidia-cuda-nvcc, as NVRTC is.
 """
 
@@ -18,11 +19,13 @@ from cuda_resources import TABLE, Resources, Variant, complaints, hot, page
 from nvrtc import Nvrtc, assembled
 
 import ggmlb.backends.gpu
+from ggmlb import DType
 from ggmlb.backends.common.fusion import Group, fuse, gather
 from ggmlb.backends.cuda.driver import OPTIONS, text
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.gpu import RULES, Launch, Target, lower
 from ggmlb.backends.gpu.source import kernels
+from ggmlb.testing.claims import SAMPLES, sample
 from ggmlb.testing.programs import load_cases
 from tests.support.fusable import RandomGraph
 from tests.support.ptx import OF_CUPY, PtxError
@@ -46,6 +49,8 @@ def variants() -> list[Variant]:
     """Return what a GPU's work split launches, and one variant of each kernel that only a CPU's does."""
     graphs = [case.build().graph for case in load_cases(TESTS / "golden/programs")]
     graphs += [RandomGraph(seed, in_place=False).graph for seed in range(20)]
+    # Golden programs are of ggml 0.21, samples of today's.
+    samples = [node for name in SAMPLES if (node := sample(name, DType.F32)) is not None]
 
     def launched(target: Target) -> list[Variant]:
         """The variants of all nodes one by one, and of the groups that are fused."""
@@ -56,6 +61,10 @@ def variants() -> list[Variant]:
             gather(graph, lambda group: _can_fuse(group, target))
             for item in fuse(graph, lambda group: _can_fuse(group, target)):
                 steps += lower(item, target) if isinstance(item, Group) else []
+        reached = {step.kernel for step in steps}
+        for node in samples:
+            made = lower(node, target) if RULES.declines(node) is None else []
+            steps += (step for step in made if step.kernel not in reached)
         return list(dict.fromkeys((step.kernel, step.defines, step.wg) for step in steps))
 
     chosen = launched(Target(False, 2, 128))

@@ -154,6 +154,8 @@ def test_parameters_are_read_as_they_are_written() -> None:
         "limit": 7.0,
     }
     assert read(Op.GLU, 6, 0, 0.0, 7.0) == {"op": GluOp.SWIGLU_CLAMP, "swapped": False, "limit": 7.0}
+    assert read(Op.DSV4_HC_PRE, 0.25, 1) == {"gated": True, "scale": 0.25}
+    assert read(Op.DSV4_HC_PRE) == {"gated": False, "scale": 1.0}  # of 0.21, without parameters
     assert read(Op.PAD, 1, 2, 3, 4, 5, 6, 7, 8, 1) == {
         "left": (1, 3, 5, 7), "right": (2, 4, 6, 8), "circular": True,
     }  # fmt: skip
@@ -167,5 +169,3 @@ def test_parameters_are_read_as_they_are_written() -> None:
 def test_what_ggmlb_has_no_words_for_is_declined() -> None:
     with pytest.raises(LookupError, match="no gated linear unit 7"):
         read(Op.GLU, 7)
-    with pytest.raises(LookupError, match="DSV4_HC_PRE"):
-        read(Op.DSV4_HC_PRE, 1.0, 1)

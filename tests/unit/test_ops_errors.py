@@ -369,6 +369,8 @@ WRONG = [
     ("lightning_indexer", ("[8,4,3]", "f16[8,1,5]", "[4,3]", "f16[6,3]"), S, "k must have"),
     ("lightning_indexer", ("[8,4,3]", "f16[8,1,5]", "f16[4,3]", "f16[5,3]"), D, "weights is"),
     ("dsv4_hc_pre", ("[8,4,3]", "[4,2]"), S, r"must have ne \[4, 3, 1, 1\]"),
+    ("dsv4_hc_pre_gated", ("[8,4,3]", "[4,3]", 1.0), S, r"must have ne \[8, 4, 3, 1\]"),
+    ("dsv4_hc_pre_gated", ("[8,4,3]", "[8,4,3]", float("inf")), A, "scale is inf"),
     ("dsv4_hc_post", ("[8,3]", "[8,4,3]", "[4,3]", "[4,3,3]"), S, r"must have ne \[4, 4, 3, 1\]"),
     ("dsv4_hc_comb", ("[23,5]", "[3]", "[23]", 1e-6, 4), S, "row length 23"),
     ("dsv4_hc_comb", ("[24,5]", "[2]", "[24]", 1e-6, 4), S, r"must have ne \[3"),

@@ -133,8 +133,8 @@ def _encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, in
     if op is Op.PAD:
         sides = (n for pair in zip(p["left"], p["right"], strict=True) for n in pair)
         return struct.pack("=9i", *sides, p["circular"])
-    if op is Op.DSV4_HC_PRE:  # since 0.25 it has a factor
-        return struct.pack("=fi", 1.0, 0)
+    if op is Op.DSV4_HC_PRE:
+        return struct.pack("=fi", p["scale"], p["gated"])
     if op is Op.PERMUTE:
         return struct.pack("=4i", *p["axes"])
     if op is Op.ROLL:
@@ -196,8 +196,8 @@ def decode(
         return {"mode": ScaleMode(i[0] & 255), **flags}
     if op is Op.TOP_K:
         return {"k": ne[0]}
-    if op is Op.DSV4_HC_PRE and i[1]:
-        raise LookupError(f"this form of {op} came after ggml 0.21")
+    if op is Op.DSV4_HC_PRE:  # before 0.25 it has no parameters, not even a factor
+        return {"gated": bool(i[1]), "scale": f[0] if i[1] else 1.0}
     return {}
 
 

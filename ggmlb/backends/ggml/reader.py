@@ -25,7 +25,7 @@ Place = Callable[["CTensor", Tensor], None]
 """Sets `buffer` and `offset` of a tensor from the fields of the C tensor; leaves those not ours unplaced."""
 
 AT_LEAST: Final[dict[Op, int]] = {
-    Op.FLASH_ATTN_EXT: 5, Op.GLU: 2, Op.ROPE: 3, Op.ROPE_BACK: 3, Op.SOFT_MAX: 3,
+    Op.DSV4_HC_POST: 4, Op.FLASH_ATTN_EXT: 5, Op.GLU: 2, Op.ROPE: 3, Op.ROPE_BACK: 3, Op.SOFT_MAX: 3,
 }  # fmt: skip
 """Operands that ggmlb lists even if absent, as `None`."""
 
@@ -127,8 +127,6 @@ class Reader:
             src += (None,) * (AT_LEAST[op] - len(src))
         if op is Op.LIGHTNING_INDEXER and src[3] is not None and src[3].ne[3] != c.ne[3]:
             raise LookupError("ggmlb's LIGHTNING_INDEXER takes one mask for each stream")
-        if op is Op.DSV4_HC_POST and len(src) < 4:
-            raise LookupError(f"this form of {op} came after ggml 0.21")
         view = source(c.view_src) if c.view_src else None
         node = Tensor(
             dtype, c.ne, c.nb, op=op, src=src, params=self._decoded(op, c), view_src=view,

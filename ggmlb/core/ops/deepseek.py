@@ -1,6 +1,7 @@
 """Fused parts of DeepSeek V3.2 and V4: the lightning indexer and the hyper-connections.
 
-DSV4_HC_COMB has the params `eps, n_iter`; the others have none.
+DSV4_HC_COMB has the params `eps, n_iter`, DSV4_HC_PRE `gated, scale`; the others have none. DSV4_HC_POST has
+`src = (x, residual, post, comb)`, the last `None` for the identity.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import math
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
-from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_int32, require_type
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_finite, require_int32, require_type
 from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.tensor import Ne, Tensor
 
 
 class DeepSeekOps(OpBase):
-    """lightning_indexer, dsv4_hc_pre, dsv4_hc_post, dsv4_hc_comb."""
+    """lightning_indexer, dsv4_hc_pre, dsv4_hc_pre_gated, dsv4_hc_post, dsv4_hc_comb."""
 
     def lightning_indexer(self, q: Tensor, k: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
         """Return, for each query and key, `sum over heads of weight * relu(q . k)`, plus the mask.
@@ -67,16 +68,39 @@ class DeepSeekOps(OpBase):
         """
         n, hc, n_tokens = x.ne[:3]
         _check("dsv4_hc_pre", (x, (n, hc, n_tokens, 1)), (weights, (hc, n_tokens, 1, 1)))
-        return self._op(Op.DSV4_HC_PRE, DType.F32, (n, n_tokens, 1, 1), (x, weights))
+        params = {"gated": False, "scale": 1.0}
+        return self._op(Op.DSV4_HC_PRE, DType.F32, (n, n_tokens, 1, 1), (x, weights), params)
 
-    def dsv4_hc_post(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    def dsv4_hc_pre_gated(self, x: Tensor, gate: Tensor, scale: float) -> Tensor:
+        """Return `scale` times the sum over streams of `x * sigmoid(gate)` (ggml_dsv4_hc_pre_gated).
+
+        Args:
+            x: Streams, f32, ne `[n, hc, n_tokens]`.
+            gate: f32, of the shape of `x`.
+            scale: Factor of the sum.
+
+        Returns:
+            f32, ne `[n, n_tokens]`.
+
+        Raises:
+            ShapeError: The shapes do not fit.
+            DTypeError: An operand is not f32.
+            ArgumentError: `scale` is not finite.
+        """
+        fn, (n, hc, n_tokens) = "dsv4_hc_pre_gated", x.ne[:3]
+        _check(fn, (x, (n, hc, n_tokens, 1)), (gate, (n, hc, n_tokens, 1)))
+        require_finite(fn, scale=scale)
+        params = {"gated": True, "scale": scale}
+        return self._op(Op.DSV4_HC_PRE, DType.F32, (n, n_tokens, 1, 1), (x, gate), params)
+
+    def dsv4_hc_post(self, x: Tensor, residual: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
         """Return hyper-connection streams: `residual` mixed by `comb`, plus `post * x` (ggml_dsv4_hc_post).
 
         Args:
             x: A block's result, f32, ne `[n, n_tokens]`.
             residual: Streams, f32, ne `[n, hc, n_tokens]`.
             post: f32, ne `[hc, n_tokens]`.
-            comb: f32, ne `[hc, hc, n_tokens]`.
+            comb: f32, ne `[hc, hc, n_tokens]`; default: the identity, so that each stream keeps its residual.
 
         Returns:
             f32, of the shape of `residual`.
@@ -91,7 +115,7 @@ class DeepSeekOps(OpBase):
             (residual, (n, hc, n_tokens, 1)),
             (x, (n, n_tokens, 1, 1)),
             (post, (hc, n_tokens, 1, 1)),
-            (comb, (hc, hc, n_tokens, 1)),
+            *(() if comb is None else [(comb, (hc, hc, n_tokens, 1))]),
         )
         return self._op(Op.DSV4_HC_POST, DType.F32, residual.ne, (x, residual, post, comb))
 
@@ -137,7 +161,7 @@ def _check(fn: str, *expected: tuple[Tensor, Ne]) -> None:
 
 SPECS = (
     OpSpec(Op.LIGHTNING_INDEXER),
-    OpSpec(Op.DSV4_HC_PRE),
+    OpSpec(Op.DSV4_HC_PRE, params=("gated", "scale")),
     OpSpec(Op.DSV4_HC_POST),
     OpSpec(Op.DSV4_HC_COMB, params=("eps", "n_iter")),
 )

@@ -173,16 +173,37 @@ def lightning_indexer(p: Program) -> None:
     p.out("lightning_indexer", q, k, p.leaf(F32, (heads, n_q, 1, streams)), mask)
 
 
-@cases(Op.DSV4_HC_PRE, lambda c, t: c.dsv4_hc_pre(main(c, t, 31, 4, 5), f32(c, 4, 5)))
+@cases(
+    Op.DSV4_HC_PRE,
+    {
+        "dsv4_hc_pre": lambda c, t: c.dsv4_hc_pre(main(c, t, 31, 4, 5), f32(c, 4, 5)),
+        "dsv4_hc_pre gated": lambda c, t: c.dsv4_hc_pre_gated(main(c, t, 31, 4, 5), f32(c, 31, 4, 5), 0.25),
+    },
+)
 def dsv4_hc_pre(p: Program) -> None:
     n, hc, tokens, _ = p.ne(70, 5, 6)
     p.nmse = 1e-6
     p.out("dsv4_hc_pre", p.leaf(F32, (n, hc, tokens)), p.leaf(F32, (hc, tokens), low=0.1))
 
 
+@cases(Op.DSV4_HC_PRE)
+def dsv4_hc_pre_gated(p: Program) -> None:
+    ne = p.ne(70, 5, 6)[:3]
+    p.nmse = 1e-6
+    x, gate = (p.operand(F32, ne, PLAIN, PADDED, low=low, high=-low) for low in (-1, -9))
+    p.out("dsv4_hc_pre_gated", x, gate, p.float(0.1, 2))
+
+
 @cases(
     Op.DSV4_HC_POST,
-    lambda c, t: c.dsv4_hc_post(main(c, t, 31, 5), f32(c, 31, 4, 5), f32(c, 4, 5), f32(c, 4, 4, 5)),
+    {
+        "dsv4_hc_post": lambda c, t: c.dsv4_hc_post(
+            main(c, t, 31, 5), f32(c, 31, 4, 5), f32(c, 4, 5), f32(c, 4, 4, 5)
+        ),
+        "dsv4_hc_post identity": lambda c, t: c.dsv4_hc_post(
+            main(c, t, 31, 5), f32(c, 31, 4, 5), f32(c, 4, 5)
+        ),
+    },
 )
 def dsv4_hc_post(p: Program) -> None:
     n, hc, tokens, _ = p.ne(70, 5, 6)
@@ -193,7 +214,7 @@ def dsv4_hc_post(p: Program) -> None:
         p.leaf(F32, (n, tokens)),
         streams,
         p.leaf(F32, (hc, tokens)),
-        p.leaf(F32, (hc, hc, tokens)),
+        *([p.leaf(F32, (hc, hc, tokens))] if p.bool() else []),
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from ggmlb.backends.common.rules import F32, FLOATS, operands
 from ggmlb.backends.common.workspace import Array
 from ggmlb.backends.cpu.lowering import RULES, VALUES, NodeLowering
+from ggmlb.backends.cpu.ops.elementwise import sigmoid
 from ggmlb.backends.cpu.ops.softmax import soft_max_rows
 from ggmlb.backends.cpu.views import cuts
 from ggmlb.core.enums import Op
@@ -39,22 +40,33 @@ def lightning_indexer(lw: NodeLowering, t: Tensor) -> None:
 
 @RULES.rule(Op.DSV4_HC_PRE, operands(F32, F32, out=F32))
 def hc_pre(lw: NodeLowering, t: Tensor) -> None:
-    """`y[token] = sum over streams of w[token, stream] x[token, stream]`."""
+    """`y[token] = sum over streams of w[token, stream] x[token, stream]`, or `scale x sigmoid(gate)`."""
     x, w = (lw.view(s) for s in t.sources)
-    lw.emit(np.matmul, w[0, 0, :, None], x[0], lw.view(t)[0, 0, :, None])
+    y, scale = lw.view(t)[0, 0], np.float32(t.params["scale"])
+    if not t.params["gated"]:
+        lw.emit(np.matmul, w[0, 0, :, None], x[0], y[:, None])
+        return
+
+    def kernel(x: Array, gate: Array, y: Array, tmp: Array) -> None:
+        sigmoid(tmp, gate)
+        np.multiply(tmp, x, out=tmp)
+        np.add.reduce(tmp, axis=1, out=y)
+        np.multiply(y, scale, out=y)
+
+    lw.emit(kernel, x[0], w[0], y, lw.scratch(t.operand(0).ne[2::-1]))
 
 
 @RULES.rule(Op.DSV4_HC_POST, operands(F32, F32, F32, F32, out=F32))
 def hc_post(lw: NodeLowering, t: Tensor) -> None:
     """`y[token, j] = post[token, j] x[token] + sum_i comb[token, i, j] residual[token, i]`."""
-    x, residual, post, comb = (lw.view(s)[0] for s in t.sources)
+    x, residual, post, *comb = (lw.view(s)[0] for s in t.sources)
 
-    def kernel(y: Array, x: Array, residual: Array, post: Array, comb: Array, tmp: Array) -> None:
-        np.matmul(comb.swapaxes(-1, -2), residual, out=y)
+    def kernel(y: Array, x: Array, residual: Array, post: Array, tmp: Array, *comb: Array) -> None:
+        mixed = np.matmul(comb[0].swapaxes(-1, -2), residual, out=y) if comb else residual
         np.multiply(x[0, :, None], post[0, :, :, None], out=tmp)
-        np.add(y, tmp, out=y)
+        np.add(mixed, tmp, out=y)
 
-    lw.emit(kernel, lw.view(t)[0], x, residual, post, comb, lw.scratch(residual.shape))
+    lw.emit(kernel, lw.view(t)[0], x, residual, post, lw.scratch(residual.shape), *comb)
 
 
 @RULES.rule(Op.DSV4_HC_COMB, operands(F32, F32, F32, out=F32))

@@ -67,9 +67,17 @@ def _indexer(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, "lightning_indexer", Mem.all_of(node), **flags)]
 
 
-@RULES.rule((Op.DSV4_HC_PRE, Op.DSV4_HC_POST), all_operands(F32))
-def _streams(node: Tensor, target: Target) -> list[Launch]:
-    return [elementwise(target, node.op.lower(), Mem.all_of(node))]
+@RULES.rule(Op.DSV4_HC_PRE, all_operands(F32))
+def _streams_in(node: Tensor, target: Target) -> list[Launch]:
+    if not node.params["gated"]:
+        return [elementwise(target, "dsv4_hc_pre", Mem.all_of(node))]
+    return [elementwise(target, "dsv4_hc_pre_gated", Mem.all_of(node), node.params["scale"])]
+
+
+@RULES.rule(Op.DSV4_HC_POST, all_operands(F32))
+def _streams_out(node: Tensor, target: Target) -> list[Launch]:
+    kernel = "dsv4_hc_post" if node.optional(3) is not None else "dsv4_hc_post_plain"
+    return [elementwise(target, kernel, Mem.all_of(node))]
 
 
 @RULES.rule(Op.DSV4_HC_COMB, all_operands(F32))
