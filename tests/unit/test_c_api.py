@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ggmlb
+from ggmlb.backends.ggml.abi import FOLLOWED
 from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def examples() -> Iterator[dict[str, object]]:
 
 
 def test_every_function_has_a_row() -> None:
-    assert len(NAMES) == len(set(NAMES)) == 141
+    assert len(NAMES) == len(set(NAMES)) == 142
     assert list(TABLE) == NAMES
 
 
@@ -93,6 +94,21 @@ def test_new_and_vanished_functions_are_told(tmp_path: Path) -> None:
     done = python(DIFF, str(tmp_path))
     assert done.returncode == 1
     assert "new: ggml_add_up\n" in done.stdout and "gone: ggml_add\n" in done.stdout
+
+
+def test_the_version_that_is_followed_is_named() -> None:
+    for page in ("README.md", "docs/c-api.md"):
+        assert f"ggml {FOLLOWED}" in (ROOT / page).read_text().split("\n## ")[0]
+    assert f"# Of ggml {FOLLOWED}, not in ggmlb yet" in (ROOT / "scripts/ggml_api_known.txt").read_text()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads libraries of Linux")
+def test_no_installed_library_is_newer_than_the_version_that_is_followed() -> None:
+    reg = next((reg for reg in ggmlb.regs() if reg.name == "ggml"), None)
+    if reg is None:
+        pytest.skip("needs a ggml library: pip install 'ggmlb[ggml]'")
+    found = {tuple(map(int, device.library.version.split(".")[:2])) for device in reg.devices}
+    assert max(found) <= tuple(map(int, FOLLOWED.split(".")))
 
 
 def test_what_is_missing_is_missing() -> None:

@@ -120,6 +120,9 @@ CAPS_AT = {40: 36, 48: 36, 56: 48}
 ID_AT = 40
 
 
+FOLLOWED = "0.26"
+"""Version of ggml whose functions, ops and structs ggmlb follows; others are used if they fit."""
+
 API_VERSIONS = (2, 3, 6)
 """Values of `GGML_BACKEND_API_VERSION` whose interface structs are known."""
 
@@ -218,7 +221,9 @@ class Ggml:
         if missing:
             few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             found = self.c["version"]().decode() if "version" in self.c else "of an unknown version"
-            raise Unfit(f"ggml {found} lacks {few}; install a version from 2025-10 or later")
+            raise Unfit(
+                f"ggml {found} lacks {few}; install one from 2025-10 or later: ggmlb follows {FOLLOWED}"
+            )
 
 
 def file_of(function: Any) -> str | None:
@@ -397,7 +402,8 @@ def tables(ggml: Ggml) -> dict[str, Any]:
     if version not in API_VERSIONS:
         raise Unfit(
             f"ggml {c['version']().decode()} has version {version} of the backend interface, which ggmlb "
-            f"does not know (it knows {', '.join(map(str, API_VERSIONS))}); use another ggml or a newer ggmlb"
+            f"does not know (it knows {', '.join(map(str, API_VERSIONS))}); install a newer ggmlb, or ggml "
+            f"{FOLLOWED}, which this one follows"
         )
     called: list[int] = []
     room = ctypes.create_string_buffer(1024)
@@ -469,7 +475,10 @@ def _props_size(ggml: Ggml) -> int:
     ggml.c["backend_dev_get_props"](ctypes.addressof(fake), ctypes.addressof(room))
     size = len(room.raw) - len(room.raw.lstrip(b"\0"))
     if size not in CAPS_AT:
-        raise Unfit(f"unknown layout of ggml_backend_dev_props ({size} bytes); install another ggml")
+        raise Unfit(
+            f"unknown layout of ggml_backend_dev_props ({size} bytes); install ggml {FOLLOWED}, "
+            "which ggmlb follows"
+        )
     return size
 
 
