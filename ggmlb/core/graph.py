@@ -110,6 +110,26 @@ class Graph:
 
     # -- gradients -----------------------------------------------------------------------------
 
+    def add_alloc_dep(self, tensor: Tensor, until: Tensor) -> None:
+        """Keep a tensor allocated until a later node is computed (add_alloc_dep of graph_optimize).
+
+        For `Backend.graph_optimize` of backends that compute nodes at other times than the graph's order
+        says, as on several streams: no result before `until` is placed in the tensor's memory. A view
+        without an op is inserted after `until`.
+
+        Args:
+            tensor: A node of the graph, or a tensor that its nodes read.
+            until: A node of the graph.
+
+        Raises:
+            ArgumentError: `until` is no node of the graph.
+        """
+        if until not in self.nodes:
+            raise ArgumentError(
+                f"add_alloc_dep: {until.describe()} is no node of this graph; give one of `graph.nodes`"
+            )
+        self.nodes.insert(self.nodes.index(until) + 1, alloc_dep(tensor))
+
     def build_backward_expand(self, ctx: Context, grad_accs: Mapping[Tensor, Tensor] | None = None) -> Graph:
         """Append nodes for the gradients of the losses, added to `grad_accs` if given; return the graph.
 
@@ -244,6 +264,12 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"<Graph {len(self.nodes)} nodes, {len(self.leafs)} leafs>"
+
+
+def alloc_dep(tensor: Tensor) -> Tensor:
+    """Return a view without an op, which keeps a tensor allocated up to its position in a graph."""
+    name = f"{tensor.name} (needed)"
+    return Tensor(tensor.dtype, tensor.ne, tensor.nb, src=(tensor,), view_src=tensor, name=name)
 
 
 def dot_quoted(text: str) -> str:

@@ -192,7 +192,10 @@ class Backend(Freeable):
         return status
 
     def graph_optimize(self, graph: Graph) -> None:
-        """Reorder or annotate the nodes of a split before allocation (graph_optimize of ggml_backend_i)."""
+        """Reorder or annotate the nodes of a split before allocation (graph_optimize of ggml_backend_i).
+
+        `graph.add_alloc_dep` keeps a tensor allocated until a later node, for nodes that run out of order.
+        """
 
     # -- transfers -----------------------------------------------------------------------------
 

@@ -419,3 +419,40 @@ def test_a_backend_may_reorder_its_split_before_it_is_allocated(bench, monkeypat
         inner = p + data * b.src[0].to_numpy()
         expected = p + inner @ y.src[1].src[0].to_numpy().T
         np.testing.assert_allclose(y.to_numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_backend_may_keep_tensors_allocated_until_a_later_node(bench, monkeypatch):
+    c = Context()
+    x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 2), name="x"))
+    w = bench.weight(bench.gpu0, WIDTH, WIDTH)
+    chain = [x]
+    for _ in range(4):
+        chain.append(c.mul_mat(w, chain[-1]))
+    graph = Graph().build_forward_expand(c.set_output(chain[-1]))
+    kept: list[int] = []
+
+    def keep_first(backend, part):
+        for i in kept:
+            part.add_alloc_dep(part.nodes[0], part.nodes[i])
+
+    monkeypatch.setattr(FakeBackend, "graph_optimize", keep_first)
+    data = np.random.default_rng(0).standard_normal((2, WIDTH)).astype(np.float32)
+
+    def places() -> list[int]:
+        with Scheduler(bench.backends) as sched:
+            sched.alloc_graph(graph)
+            x.set_array(data)
+            sched.graph_compute(graph)
+            np.testing.assert_allclose(
+                chain[-1].to_numpy(), data @ np.linalg.matrix_power(w.to_numpy().T, 4), rtol=1e-4, atol=1e-5
+            )
+            return [t.offset for t in chain[1:]]
+
+    first, _, third, fourth = places()
+    assert third == first, "memory that nothing reads any more is reused"
+    kept += [2, 2]  # as in ggml, more than once for one tensor; the longest holds
+    first, second, third, fourth = places()
+    assert third != first
+    assert fourth in (first, second), "it is freed after the node"
+    with pytest.raises(ArgumentError, match="is no node of this graph"):
+        graph.add_alloc_dep(chain[1], x)

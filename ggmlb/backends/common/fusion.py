@@ -66,7 +66,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from ggmlb.backends.common.strided import Mem
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, BufferUsage, Op, SortOrder, TensorFlag
-from ggmlb.core.graph import Graph
+from ggmlb.core.graph import Graph, alloc_dep
 from ggmlb.core.ops import SPECS
 from ggmlb.core.placement import overlap, same_place
 from ggmlb.core.tensor import Tensor
@@ -493,7 +493,7 @@ def gather(graph: Graph, can_fuse: CanFuse, names: frozenset[Name] = _NAMES) -> 
         if isinstance(item, Group):
             graph.marks[item.result] = item
             waiting[item.result] = []
-            needed[item.result] = [_view_of(t) for t in _to_be_placed(item)]
+            needed[item.result] = [alloc_dep(t) for t in _to_be_placed(item)]
             owners.update(dict.fromkeys(item.nodes[:-1], item))
     ordered: list[Tensor] = []
     for node in graph.nodes:
@@ -516,11 +516,6 @@ def _to_be_placed(group: Group) -> list[Tensor]:
     """Return the operands without memory that no result may overlap."""
     operands = [t for part in group.parts if part not in IN_PLACE for t in group.outside[part]]
     return [t for t in dict.fromkeys(operands) if t.buffer is None]
-
-
-def _view_of(tensor: Tensor) -> Tensor:
-    name = f"{tensor.name} (needed)"
-    return Tensor(tensor.dtype, tensor.ne, tensor.nb, src=(tensor,), view_src=tensor, name=name)
 
 
 class _Finder:

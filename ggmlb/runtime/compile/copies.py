@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from ggmlb.core.enums import Op
-from ggmlb.core.graph import Graph
+from ggmlb.core.graph import Graph, alloc_dep
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
 from ggmlb.runtime.compile.read import IndexedGraph
@@ -76,7 +76,7 @@ class _CopiedGraph(IndexedGraph):
                     self.sources[edge] = copies[0]
         # A view without an op: it only keeps the source from being reused before it is copied.
         base = i if bases[i] < 0 else bases[i]
-        nodes.append(self._append(_view_of(self.tensors[i]), self._ids[i], base, [i]))
+        nodes.append(self._append(alloc_dep(self.tensors[i]), self._ids[i], base, [i]))
 
     def finish(self) -> None:
         """Set the attributes of the whole graph."""
@@ -169,8 +169,3 @@ def replace_readers(graph: IndexedGraph, tensors: list[Tensor], numbers: Iterabl
         src, base = tuple([known[s] for s in sources[begins[i] : ends[i]]]), known[bases[i]]
         if src != node.src or base is not node.view_src:
             known[i] = tensors[i] = node.reading(src, base)
-
-
-def _view_of(tensor: Tensor) -> Tensor:
-    name = f"{tensor.name} (copied)"
-    return Tensor(tensor.dtype, tensor.ne, tensor.nb, src=(tensor,), view_src=tensor, name=name)
