@@ -33,7 +33,7 @@ class Table:
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """The processor's name, family and instruction sets, as Linux tells them."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -43,7 +43,11 @@ def processor() -> str:
         key, _, value = line.partition(":")
         facts.setdefault(key.strip(), value.strip())
     name = facts.get("model name", platform.machine())
-    return f"{name}, family {facts['cpu family']}" if "cpu family" in facts else name
+    if "cpu family" not in facts:
+        return name
+    flags = facts.get("flags", "").split()
+    sets = [s for s in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if s in flags]
+    return f"{name}, family {facts['cpu family']} model {facts['model']} ({', '.join(sets)})"
 
 
 def revision() -> str:
