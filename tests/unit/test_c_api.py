@@ -99,7 +99,6 @@ def test_new_and_vanished_functions_are_told(tmp_path: Path) -> None:
 def test_the_version_that_is_followed_is_named() -> None:
     for page in ("README.md", "docs/c-api.md"):
         assert f"ggml {FOLLOWED}" in (ROOT / page).read_text().split("\n## ")[0]
-    assert f"# Of ggml {FOLLOWED}, not in ggmlb yet" in (ROOT / "scripts/ggml_api_known.txt").read_text()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads libraries of Linux")
@@ -109,10 +108,3 @@ def test_no_installed_library_is_newer_than_the_version_that_is_followed() -> No
         pytest.skip("needs a ggml library: pip install 'ggmlb[ggml]'")
     found = {tuple(map(int, device.library.version.split(".")[:2])) for device in reg.devices}
     assert max(found) <= tuple(map(int, FOLLOWED.split(".")))
-
-
-def test_what_is_missing_is_missing() -> None:
-    text = (ROOT / "scripts/ggml_api_known.txt").read_text()
-    missing = text.partition("not in ggmlb yet\n")[2].split()
-    assert missing and not {*missing} & {*NAMES}
-    assert not any(hasattr(ggmlb.Context, name.removeprefix("ggml_")) for name in missing)

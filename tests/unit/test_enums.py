@@ -110,10 +110,10 @@ def pool_2d_back(value: Any) -> Any:
     return ctx.pool_2d_back(f32(ctx, 2, 2), f32(ctx, 4, 4), value, 2, 2, 2, 2, 0, 0).params["op"]
 
 
-def product(setter: str, param: str) -> Callable[[Any], Any]:
+def product(setter: str, param: str, *more: int) -> Callable[[Any], Any]:
     def give(value: Any) -> Any:
         ctx = Context()
-        return getattr(ctx, setter)(ctx.mul_mat(f32(ctx, 4), f32(ctx, 4)), value).params[param]
+        return getattr(ctx, setter)(ctx.mul_mat(f32(ctx, 4), f32(ctx, 4)), value, *more).params[param]
 
     return give
 
@@ -201,6 +201,7 @@ ARGUMENTS: dict[str, Argument] = {
     "Context.prec_set_acc.prec": argument(
         Prec, product("prec_set_acc", "prec"), Prec.DEFAULT, Prec.F32, Prec.BF16, Prec.F16
     ),
+    "Context.prec_set_src.prec": argument(Prec, product("prec_set_src", "prec_src1", 1)),
     "Context.mul_mat_set_prec.prec": argument(Prec, product("mul_mat_set_prec", "prec")),
     "Context.pool_1d.op": argument(OpPool, op("pool_1d", "op", 4, more=(2, 2), last=False)),
     "Context.pool_2d.op": argument(OpPool, op("pool_2d", "op", 4, 4, more=(2, 2, 2, 2), last=False)),

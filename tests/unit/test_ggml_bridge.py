@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from ggmlb.backends.ggml.params import decode
+from ggmlb.backends.ggml.params import decode, encode
+from ggmlb.core.context import Context
 from ggmlb.core.enums import GluOp, Op, Prec, RopeType, UnaryOp
 from ggmlb.core.ops import SPECS
 from tests.support.ggml_bridge import END
@@ -161,6 +162,12 @@ def test_parameters_are_read_as_they_are_written() -> None:
     }  # fmt: skip
     assert read(Op.MUL_MAT, 10)["prec"] is Prec.F32
     assert read(Op.MUL_MAT, 20)["prec"] is Prec.DEFAULT  # allows f16: no demand
+    assert read(Op.MUL_MAT, 0, 1, 0, 30)["prec_src1"] == Prec.Q8
+    assert read(Op.MUL_MAT_ID, 0, 0, 0, 20) == {"prec": Prec.DEFAULT, "prec_src1": Prec.F16}
+    ctx = Context()
+    product = ctx.mul_mat(*(ctx.new_tensor("f32", (4, n)) for n in (3, 2)))
+    node = ctx.prec_set_src(product, "f16", 1)
+    assert encode(node, {}, {}) == struct.pack("=4i", 0, 0, 0, 20)
     rope = read(Op.ROPE, 0, 64, 2, 0, 4096, 1e4, 1.0, 0.0, 1.0, 32.0, 1.0, 1, 2, 3, 4, 9)
     assert (rope["n_dims"], rope["mode"], rope["freq_base"]) == (64, RopeType.NEOX, 1e4)
     assert (rope["beta_slow"], rope["sections"], rope["offset"]) == (1.0, (1, 2, 3, 4), 9)

@@ -106,6 +106,7 @@ WRONG = [
     ("out_prod", ("[4,3].T", "[5,3]"), S, "not transposed"),
     ("mul_mat_set_prec", ("[4,3]", Prec.F32), A, "must be a MUL_MAT node"),
     ("prec_set_acc", ("[4,3]", Prec.F32), A, "must be a MUL_MAT, MUL_MAT_ID or FLASH_ATTN_EXT node"),
+    ("prec_set_src", ("[4,3]", Prec.F32, 1), A, "must be a MUL_MAT or MUL_MAT_ID node"),
     ("mul_mat_set_hint", ("[4,3]", 1), A, "must be a MUL_MAT node"),
     # attention
     ("flash_attn_ext", ("[8,3,4]", "f16[6,5,2]", "f16[8,5,2]", None, 1.0, 0.0, 0.0), S, "q and k"),

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from ggmlb.backends.common.fusion import Group, Item, Name
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.core.enums import NO_OPS, Op, Prec
 from ggmlb.core.errors import UnsupportedOpError
 from ggmlb.core.ops.binary import window_fault
 from ggmlb.core.tensor import Tensor
@@ -178,6 +178,8 @@ RESULT: Final = -1
 
 _FEW = 4
 
+_CONVERTED: Final = {DType.F16: Prec.F16, DType.BF16: Prec.BF16}
+
 
 def operands(*src: Types, out: Types = FLOATS) -> Condition:
     """Condition on the types of the sources, in order (absent ones are accepted), and of the result.
@@ -215,6 +217,19 @@ def in_rows(*which: int) -> Condition:
         return None
 
     return check
+
+
+def keeps_operand(node: Tensor) -> str | None:
+    """Condition that src1 of a product may be converted to the weights' type, or to Q8 for quantised ones."""
+    least = node.params.get("prec_src1", Prec.DEFAULT)
+    if least == Prec.DEFAULT or node.sources[0].dtype is DType.F32:
+        return None
+    made = _CONVERTED.get(node.sources[0].dtype, Prec.Q8)
+    return (
+        f"src1 is converted to {made.name}, prec_set_src asks for {Prec(least).name}"
+        if least < made
+        else None
+    )
 
 
 def has_elements(node: Tensor) -> str | None:

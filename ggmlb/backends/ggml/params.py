@@ -44,8 +44,8 @@ WORDS: Final[dict[Op, str]] = {
     Op.IM2COL_BACK: f"{_CONV_2D} is_2d:b",
     Op.L2_NORM: "eps:f",
     Op.LEAKY_RELU: "negative_slope:f",
-    Op.MUL_MAT: "prec:i hint:i",
-    Op.MUL_MAT_ID: "prec:i",
+    Op.MUL_MAT: "prec:i hint:i _:i prec_src1:i",
+    Op.MUL_MAT_ID: "prec:i _:i _:i prec_src1:i",
     Op.NORM: "eps:f",
     Op.PAD_REFLECT_1D: "left:i right:i",
     Op.POOL_1D: "op:i k0:i s0:i p0:i",
@@ -63,7 +63,7 @@ WORDS: Final[dict[Op, str]] = {
     Op.WIN_PART: "npx:i npy:i w:i",
     Op.WIN_UNPART: "w:i",
 }
-"""Parameters in the order of their words: int32 (`i`), float32 (`f`), an int32 as truth value (`b`)."""
+"""Parameters in the order of their words: int32 (`i`), float32 (`f`), truth value (`b`); `_` is none."""
 
 ROPE_FLOATS: Final = ("freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow")
 
@@ -206,6 +206,8 @@ def _words(op: Op, i: tuple[int, ...], f: tuple[float, ...]) -> dict[str, Any]:
     for k, word in enumerate(WORDS[op].split()):
         name, kind = word.split(":")
         value: Any = f[k] if kind == "f" else bool(i[k]) if kind == "b" else i[k]
+        if name == "_" or (name == "prec_src1" and not value):
+            continue
         if name == "prec":  # newer ones allow less precision than F32, and demand none
             value = Prec.F32 if value == Prec.F32 else Prec.DEFAULT
         enum = _ENUMS.get((op, name))

@@ -1,6 +1,7 @@
 """Products of matrices; all results are f32.
 
-MUL_MAT has the params `prec` (a `Prec`) and `hint` (a `Hint`). MUL_MAT_ID and OUT_PROD have none.
+MUL_MAT has the params `prec` (a `Prec`) and `hint` (a `Hint`); OUT_PROD has none. MUL_MAT_ID may have `prec`,
+both products `prec_src1`: the least precisions of the accumulator and of the converted second operand.
 """
 
 from __future__ import annotations
@@ -77,6 +78,25 @@ class MatmulOps(OpBase):
         if found in (Prec.Q8, Prec.Q4):
             fail_arg(fn, f"no sum is kept in {found.name}; give F32, BF16, F16 or DEFAULT")
         a.params["prec"] = found
+        return a
+
+    def prec_set_src(self, a: Tensor, prec: Prec | int | str, idx: int) -> Tensor:
+        """Choose the least precision that a product may convert its second operand to (ggml_prec_set_src).
+
+        Args:
+            a: A `mul_mat` or `mul_mat_id` node; returned.
+            prec: F32, BF16, F16, Q8 or Q4; each allows the ones before it. DEFAULT: the device chooses.
+            idx: The operand, 1; the first one, the weights, is not converted.
+
+        Raises:
+            ArgumentError: `a` is another node, `idx` is not 1, or there is no such precision.
+        """
+        fn, found = "prec_set_src", as_enum("prec_set_src", Prec, prec)
+        if a.op not in (Op.MUL_MAT, Op.MUL_MAT_ID):
+            fail_arg(fn, f"a is {a.describe()}; it must be a MUL_MAT or MUL_MAT_ID node")
+        if idx != 1:
+            fail_arg(fn, f"idx is {idx!r}; it must be 1: only the second operand of a product is converted")
+        a.params["prec_src1"] = found
         return a
 
     def mul_mat_set_hint(self, a: Tensor, hint: Hint | int | str) -> Tensor:

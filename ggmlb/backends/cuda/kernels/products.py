@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.common.rules import FLOATS
+from ggmlb.backends.common.rules import FLOATS, keeps_operand
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.cublas import cannot_describe, gemms
 from ggmlb.backends.cuda.kernels.base import PACKAGE, RULES
@@ -307,7 +307,7 @@ def _few_columns(node: Tensor, target: Target) -> str | None:
     return _not_by_kernels(target, node.operand(1), node.operand(0))
 
 
-@RULES.rule(Op.MUL_MAT, *PRODUCT, on=_few_columns)
+@RULES.rule(Op.MUL_MAT, *PRODUCT, keeps_operand, on=_few_columns)
 def _mul_mat(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
     return _by_kernels(target, Mem.of(node.operand(0)), node.operand(1), Mem.of(node))
 
@@ -409,7 +409,7 @@ def _expert_grid(node: Tensor) -> tuple[int, int, int] | None:
     return min(-(-2 * n_pairs // (columns * n_experts)), -(-n_pairs // columns)), n_experts, columns
 
 
-@RULES.rule(Op.MUL_MAT_ID, *PRODUCT, on=_rows_of_experts)
+@RULES.rule(Op.MUL_MAT_ID, *PRODUCT, keeps_operand, on=_rows_of_experts)
 def _mul_mat_id(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
     return _experts(target, node, Mem.of(node), None)
 
@@ -520,7 +520,7 @@ def _many_columns(node: Tensor, target: Target) -> str | None:
     return _not_dense(target, node, node)
 
 
-@RULES.rule(Op.MUL_MAT, *PRODUCT, on=_many_columns)
+@RULES.rule(Op.MUL_MAT, *PRODUCT, keeps_operand, on=_many_columns)
 def _dense(node: Tensor, target: Target) -> list[Step | PreparedOperand]:
     return _by_blas(target, node, Mem.of(node), {})
 

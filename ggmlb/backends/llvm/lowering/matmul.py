@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, Product
-from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, operands
+from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, keeps_operand, operands
 from ggmlb.backends.llvm.kernels import (
     activations,
     byte_tiles,
@@ -51,7 +51,7 @@ NO_EPILOGUE = tiles.Epilogue()
 
 Kernel = Callable[..., None]
 
-_PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT)
+_PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT), keeps_operand
 
 # -- products --------------------------------------------------------------------------------------
 
