@@ -63,6 +63,18 @@ def test_layers_on_three_devices(models: Callable[..., Path], kind: str) -> None
     assert np.abs(found - expected).max() < 2e-2
 
 
+@pytest.mark.skipif("LLVM" not in DEVICES, reason="needs llvmlite")
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss", "mamba"])
+def test_no_layer_leaves_llvm(models: Callable[..., Path], kind: str) -> None:
+    """Neither in a prompt nor in a single step: a graph is one split."""
+    with TextModel(models(kind), ["LLVM", "CPU"], n_ctx=64) as model:
+        for run in (lambda: model.logits(PROMPT), lambda: model.generate(PROMPT, max_tokens=3)):
+            run()
+            assert model.scheduler is not None
+            assert model.scheduler.n_splits == 1
+            assert {p.device for p in model.scheduler.placement} == {"LLVM"}
+
+
 ROUNDED = 0.06
 """Bound of the mean distance from the CPU where activations are rounded to 8 bits; elsewhere 2e-3."""
 

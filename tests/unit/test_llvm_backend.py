@@ -20,13 +20,14 @@ from ggmlb.backends.common.kinds import Kinds
 from ggmlb.backends.llvm import LlvmReg, backend_reg, plan
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen.emit import I64, Emitter
-from ggmlb.backends.llvm.codegen.host import target_for
+from ggmlb.backends.llvm.codegen.host import levels_here, target_for
 from ggmlb.backends.llvm.codegen.library import Library
 from ggmlb.backends.llvm.kernels import elementwise, float_bands
 from ggmlb.backends.llvm.lowering import context
 from ggmlb.backends.llvm.lowering.context import lower
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
+from ggmlb.core.enums import SortOrder
 from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
@@ -358,6 +359,150 @@ def test_rope_that_writes_rows_of_a_cache(
                 llvm.graph_plan_compute(plan)
     assert (found[0] == found[1]).all()
     assert found[0].any()
+
+
+# -- order of elements, recurrent layers ------------------------------------------------------------
+
+
+def odd_values(n: int, n_rows: int) -> np.ndarray:
+    """Rows with equal elements, both zeros, infinities and NaN of both signs."""
+    rng = np.random.default_rng(n)
+    x = rng.integers(-n // 3 - 1, n // 3 + 2, (n_rows, n)).astype(np.float32)
+    odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, np.copysign(np.nan, -1)], np.float32)
+    places = rng.integers(0, n, (n_rows, min(n, 6)))
+    np.put_along_axis(x, places, odd[: places.shape[1]][None], axis=1)
+    return x
+
+
+def in_order(x: np.ndarray, descending: bool) -> np.ndarray:
+    """A stable order in which NaN is above infinity."""
+    wide = np.nan_to_num(x.astype(np.float64), nan=1e300, posinf=1e200, neginf=-1e200)
+    return np.argsort(-wide if descending else wide, axis=-1, kind="stable")
+
+
+@pytest.mark.parametrize("simd", [level.name for level in levels_here()])
+@pytest.mark.parametrize("n", [1, 2, 7, 16, 63, 64, 65, 300, 1025])
+def test_orders_of_rows(n: int, simd: str) -> None:
+    x = odd_values(n, 5)
+    kept = min(n, 3)
+    with DEVICE.init_backend({"n_threads": 2, "simd": simd}) as backend:
+        for order, descending in ((SortOrder.ASC, False), (SortOrder.DESC, True)):
+            found = computed(lambda c, leaf, o=order: c.argsort(leaf(F32, n, 5, values=x), o), backend)
+            assert (found == in_order(x, descending)).all()
+        for k in {kept, n // 2, n} - {0}:
+            found = computed(lambda c, leaf, k=k: c.top_k(leaf(F32, n, 5, values=x), k), backend)
+            assert (found == in_order(x, True)[:, :k]).all()
+        found = computed(lambda c, leaf: c.argmax(leaf(F32, n, 5, values=x)), backend)
+        assert (found == in_order(x, True)[:, 0]).all()
+
+
+@pytest.mark.parametrize("k", [1, 40, 100])
+def test_the_first_of_a_long_row(k: int, llvm: LlvmBackend) -> None:
+    x = np.random.default_rng(0).integers(0, 5000, (2, 20011)).astype(np.float32)
+    found = computed(lambda c, leaf: c.top_k(leaf(F16, 20011, 2, values=x), k), llvm)
+    assert (found == in_order(x.astype(np.float16), True)[:, :k]).all()
+
+
+def _delta_net(c: Context, leaf: Leafs, size: int, gates: int, n_tokens: int, n_kept: int) -> Tensor:
+    heads, seqs = 4, 2
+    q, k = (c.l2_norm(leaf(F32, size, 2, n_tokens, seqs), 1e-6) for _ in range(2))
+    v = leaf(F32, size, heads, n_tokens, seqs)
+    g, beta = c.neg(c.sqr(leaf(F32, gates, heads, n_tokens, seqs))), leaf(F32, 1, heads, n_tokens, seqs)
+    return c.gated_delta_net(q, k, v, g, c.sigmoid(beta), leaf(F32, size, size, heads, seqs), n_kept)
+
+
+def _ssm(
+    c: Context, leaf: Leafs, sizes: tuple[int, int, int], rates: int, n_tokens: int, n_kept: int
+) -> Tensor:
+    (width, dim, heads), groups, seqs = sizes, 2, 3
+    both = c.ssm_conv(leaf(F32, 3 + n_tokens, dim * heads, seqs), leaf(F32, 4, dim * heads))
+    x = c.reshape_4d(both, dim, heads, n_tokens, seqs)
+    b, out = (leaf(F32, width, groups, n_tokens, seqs) for _ in range(2))
+    decay = c.neg(c.sqr(leaf(F32, rates, heads)))
+    ids = leaf(DType.I32, seqs, values=np.array([3, 0, 4]))
+    state, dt = leaf(F32, width, dim, heads, 5), leaf(F32, heads, n_tokens, seqs)
+    return c.ssm_scan(state, x, dt, decay, b, out, ids, n_kept)
+
+
+def _rwkv(c: Context, leaf: Leafs, size: int, n_tokens: int) -> Tensor:
+    r, w, k, v, a, b = (c.scale(leaf(F32, size, 3, 2 * n_tokens), 0.3) for _ in range(6))
+    return c.rwkv_wkv7(r, c.sigmoid(w), k, v, a, b, leaf(F32, size * size * 3, 2))
+
+
+RECURRENT: dict[str, Program] = {
+    "delta net": lambda c, leaf: _delta_net(c, leaf, 128, 1, 5, 1),
+    "delta net, a gate for each column": lambda c, leaf: _delta_net(c, leaf, 70, 70, 4, 3),
+    "delta net, more states than tokens": lambda c, leaf: _delta_net(c, leaf, 13, 1, 2, 4),
+    "delta net, a long one": lambda c, leaf: _delta_net(c, leaf, 64, 1, 90, 2),
+    "mamba": lambda c, leaf: _ssm(c, leaf, (16, 1, 74), 16, 35, 1),
+    "mamba 2": lambda c, leaf: _ssm(c, leaf, (128, 64, 6), 1, 7, 2),
+    "mamba, odd sizes": lambda c, leaf: _ssm(c, leaf, (5, 7, 4), 5, 3, 2),
+    "mamba, more states than tokens": lambda c, leaf: _ssm(c, leaf, (21, 3, 2), 1, 1, 3),
+    "rwkv": lambda c, leaf: _rwkv(c, leaf, 64, 9),
+    "rwkv, odd sizes": lambda c, leaf: _rwkv(c, leaf, 37, 2),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_with_any_number_of_threads(name: str, llvm: LlvmBackend) -> None:
+    llvm.set_n_threads(1)
+    check(RECURRENT[name], llvm, 1e-11)
+    right = computed(RECURRENT[name], llvm)
+    for n in (2, 3, 7):
+        llvm.set_n_threads(n)
+        assert (computed(RECURRENT[name], llvm) == right).all()
+
+
+@pytest.mark.parametrize("simd", [level.name for level in levels_here()][1:])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_on_each_instruction_set(name: str, simd: str) -> None:
+    with DEVICE.init_backend({"n_threads": 2, "simd": simd}) as backend:
+        check(RECURRENT[name], backend, 1e-11)
+
+
+def test_convolutions_of_short_types_and_padded_rows(llvm: LlvmBackend) -> None:
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        x = leaf(DType.BF16, 40, 37, 3)
+        part = c.view_3d(x, 24, 37, 3, x.nb[1], x.nb[2], 4)
+        return c.ssm_conv(part, leaf(F16, 4, 37))
+
+    check(program, llvm, 1e-12)
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_concat_of_blocks(dim: int, llvm: LlvmBackend) -> None:
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        ne = [64, 3, 2, 2]
+        a = leaf(DType.Q5_1, *ne)
+        ne[dim] = 32 * 5 if dim == 0 else 4
+        return c.cast(c.concat(a, leaf(DType.Q5_1, *ne), dim), F32)
+
+    check(program, llvm, 0)
+
+
+@pytest.mark.parametrize("op", ["add_id", "ssm_scan"])
+def test_a_wrong_number_of_a_row_or_a_state_names_the_node(op: str, llvm: LlvmBackend) -> None:
+    ctx = Context()
+    ids = ctx.new_tensor(DType.I32, (2, 1) if op == "add_id" else (2,))
+    if op == "add_id":
+        y = ctx.add_id(ctx.new_tensor(F32, (8, 2, 1)), ctx.new_tensor(F32, (8, 3)), ids)
+    else:
+        x, dt, a = (ctx.new_tensor(F32, ne) for ne in ((4, 2, 1, 2), (2, 1, 2), (1, 2)))
+        b, c = (ctx.new_tensor(F32, (8, 1, 1, 2)) for _ in range(2))
+        y = ctx.ssm_scan(ctx.new_tensor(F32, (8, 4, 2, 3)), x, dt, a, b, c, ids)
+    y.name = "chosen"
+    graph = Graph().build_forward_expand(y)
+    with alloc_ctx_tensors(ctx, llvm) as buffer:
+        buffer.clear(0)
+        for wrong in (3, -1):
+            ids.set_array(np.array([2, wrong], np.int32).reshape(ids.ne[:2][::-1] if op == "add_id" else 2))
+            with pytest.raises(BackendError, match=rf"'chosen'.*row number {wrong} .* 3 rows"):
+                llvm.graph_compute(graph)
+        ids.set_array(np.array([2, 0], np.int32).reshape(ids.ne[:2][::-1] if op == "add_id" else 2))
+        assert llvm.graph_compute(graph) is Status.SUCCESS
+
+
+# -- the device ------------------------------------------------------------------------------------
 
 
 def test_a_scheduler_gives_it_what_it_computes_and_copies_nothing() -> None:

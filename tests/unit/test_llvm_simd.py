@@ -29,6 +29,8 @@ from ggmlb.backends.llvm.kernels import (
     float_tiles,
     interleaved_products,
     matvec,
+    recurrent,
+    select,
     tiles,
 )
 from ggmlb.backends.llvm.kernels.attention import HeadParams
@@ -254,6 +256,8 @@ FLASH = HeadParams(64, 64, "f32", "q8_0", "f16", True, True, True)
         (convert.copy, ("iq4_nl", "f32"), "tbl"),
         (attention.few, (FLASH, 4, False), "fmla"),
         (attention.merge, (FLASH, 4), "fmla"),
+        (select.sort, ("f16", True), "cmgt"),
+        (recurrent.gated_delta_net, (False,), "fmla"),
         (driver.run, (), "stlr"),
         (driver.serve, (), "ldar"),
     ],

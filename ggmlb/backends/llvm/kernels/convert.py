@@ -1,4 +1,4 @@
-"""Conversion and copies of rows (floats, integers, quantised blocks); get_rows and set_rows.
+"""Conversion and copies of rows (floats, integers, quantised blocks); get_rows, set_rows and add_id.
 
 Quantising rounds as ggml's reference does (quantize_row_*_ref): comparisons ignore NaN, and NaN or a value
 out of range gets code 0.
@@ -6,7 +6,7 @@ out of range gets code 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -291,3 +291,23 @@ def set_rows(k: Emitter, out: str, src: str, index: str) -> None:
         with k.when(right):
             target = y + number * y_nb1 + i2 * y_nb2 + i3 * y_nb3
             convert(k, out, src, target, row.at[0], row.start, row.stop)
+
+
+def add_id(k: Emitter, dtypes: Sequence[str]) -> None:
+    """Add to each row of `x` the row of `b` of its index.
+
+    Arguments: `b, nb1, ids, nb0, nb1, limit, errors, step`, then `row_loop`'s for `y, x`.
+    """
+    n, (out, src, bias) = k.level.lanes, dtypes
+    b, b_nb1, ids, nb0, nb1, limit, errors, step = k.ints(8)
+    with each_row(k, 2) as row:
+        i1, i2, _ = row.place
+        number, is_right = row_number(k, ids + i1 * nb0 + i2 * nb1, "i32", limit, (errors, step))
+
+        def body(i: Value, mask: Value | None) -> None:
+            value = load_floats(k, src, row.at[1] + i * SIZES[src], n, mask)
+            value = value + load_floats(k, bias, b + number * b_nb1 + i * SIZES[bias], n, mask)
+            store_floats(k, out, value, row.at[0] + i * SIZES[out], mask)
+
+        with k.when(is_right):
+            each_vector(k, row.start, row.stop, body)

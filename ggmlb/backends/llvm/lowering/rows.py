@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import log
+from math import log, prod
 from typing import Any
 
 from ggmlb.backends.common.formulas import alibi_slopes, pair_angles
@@ -18,6 +18,7 @@ from ggmlb.backends.common.rules import (
     in_rows,
     operands,
     same_shape_of_blocks,
+    same_types,
 )
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels import convert, norm, rope
@@ -146,8 +147,8 @@ def _rope_set_rows(group: Group, ctx: LoweringContext) -> None:
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def _work(src: Tensor, out: Tensor) -> float:
-    return _BLOCKS if src.dtype.is_quantized or out.dtype.is_quantized else _COPY
+def _work(src: DType, out: DType) -> float:
+    return _BLOCKS if src.is_quantized or out.is_quantized else _COPY
 
 
 _converts = converts(lambda src, out: can_convert(src.name.lower(), out.name.lower()))
@@ -163,35 +164,52 @@ def _same_order(node: Tensor) -> str | None:
 @RULES.rule((Op.DUP, Op.CPY, Op.CONT), _converts, same_shape_of_blocks, _same_order)
 def _copy(node: Tensor, ctx: LoweringContext) -> None:
     a = node.operand(0)
-    blocks = a.dtype.is_quantized or node.dtype.is_quantized
-    x, y, ne = ctx.mem(a), ctx.mem(node), node.ne
+    x, y = ctx.mem(a), ctx.mem(node)
     if a.ne != node.ne:
         ne = (node.n_elements, 1, 1, 1)
         x, y = (m.window(ne, (m.dtype.type_size, 0, 0, 0)) for m in (x, y))
-    types = (name(node), name(a))
-    if a.is_contiguous_rows() and node.is_contiguous_rows():
-        ctx.launch_rows(convert.copy, types, (), ne, [y, x], _work(a, node), join=not blocks, cut=not blocks)
+    _copied(y, x, ctx)
+
+
+def _is_movable(node: Tensor) -> str | None:
+    return None if can_convert(name(node), name(node)) else f"no kernel copies {name(node)}"
+
+
+@RULES.rule(Op.CONCAT, same_types, _is_movable)
+def _concat(node: Tensor, ctx: LoweringContext) -> None:
+    dim, start, y = node.params["dim"], 0, ctx.mem(node)
+    for a in node.sources:
+        _copied(y.window(a.ne, offset=start), ctx.mem(a), ctx)
+        start += a.dtype.row_size(a.ne[0]) if dim == 0 else a.ne[dim] * node.nb[dim]
+
+
+def _copied(y: Mem, x: Mem, ctx: LoweringContext) -> None:
+    """Append the step that copies `x` to `y`, of the same shape."""
+    blocks, ne, work = x.dtype.is_quantized or y.dtype.is_quantized, y.ne, _work(x.dtype, y.dtype)
+    types = (name(y), name(x))
+    if all(m.ne[0] == m.dtype.block_size or m.nb[0] == m.dtype.type_size for m in (x, y)):
+        ctx.launch_rows(convert.copy, types, (), ne, [y, x], work, join=not blocks, cut=not blocks)
         return
-    along = _transposed_dimension(node, a)
-    if along is not None and a.ne == ne:
+    along = _transposed_dimension(y, x)
+    if along is not None:
         others = [d for d in (1, 2, 3) if d != along]
         args = [
             ctx.address(y), *(y.nb[d] for d in (along, *others)),
             ctx.address(x), *(x.nb[d] for d in (0, *others)), ne[0], *(ne[d] for d in (along, *others)),
         ]  # fmt: skip
         most = -(-ne[along] // VECTOR_WORDS) * ne[others[0]] * ne[others[1]]
-        ctx.launch(convert.transpose, (), args, ctx.chunks(node.n_elements * _TRANSPOSE, most))
+        ctx.launch(convert.transpose, (), args, ctx.chunks(prod(ne) * _TRANSPOSE, most))
         return
+    sizes = (y.dtype.type_size, x.dtype.type_size)
     ne, y, x = _longest_first(ne, y, x)
-    sizes = (node.dtype.type_size, a.dtype.type_size)
     ctx.launch_rows(convert.copy_strided, (*types, sizes), (y.nb[0], x.nb[0]), ne, [y, x], _STRIDED, cut=True)
 
 
-def _transposed_dimension(node: Tensor, a: Tensor) -> int | None:
-    """The dimension along which 32-bit elements of `a` are contiguous, if it is not 0; else `None`."""
-    if node.dtype != a.dtype or a.dtype.is_quantized or a.dtype.type_size != 4 or node.nb[0] != 4:
+def _transposed_dimension(y: Mem, x: Mem) -> int | None:
+    """The dimension along which 32-bit elements of `x` are contiguous, if it is not 0; else `None`."""
+    if y.dtype != x.dtype or x.dtype.is_quantized or x.dtype.type_size != 4 or y.nb[0] != 4:
         return None
-    return next((d for d in (1, 2, 3) if a.nb[d] == 4 and a.ne[d] > 1 and a.ne[0] > 1), None)
+    return next((d for d in (1, 2, 3) if x.nb[d] == 4 and x.ne[d] > 1 and x.ne[0] > 1), None)
 
 
 def _longest_first(ne: Ne, y: Mem, x: Mem) -> tuple[Ne, Mem, Mem]:
@@ -214,7 +232,7 @@ def _get_rows(node: Tensor, ctx: LoweringContext) -> None:
     a, ids = node.operand(0), node.operand(1)
     args = (ctx.address(a), *a.nb[1:], ctx.address(ids), *ids.nb[:3], a.ne[1], *ctx.report)
     params, cut = (name(node), name(a), name(ids)), name(a) not in FORMATS
-    ctx.launch_rows(convert.get_rows, params, args, node.ne, [node], _work(a, node), cut=cut)
+    ctx.launch_rows(convert.get_rows, params, args, node.ne, [node], _work(a.dtype, node.dtype), cut=cut)
 
 
 @RULES.rule(Op.SET_ROWS, *_ROWS)
@@ -227,4 +245,12 @@ def _set_rows(node: Tensor, ctx: LoweringContext) -> None:
         node.ne[1], *ctx.report,
     )  # fmt: skip
     params, cut = (name(node), name(a), name(ids)), not node.dtype.is_quantized
-    ctx.launch_rows(convert.set_rows, params, args, a.ne, [a], _work(a, node), cut=cut)
+    ctx.launch_rows(convert.set_rows, params, args, a.ne, [a], _work(a.dtype, node.dtype), cut=cut)
+
+
+@RULES.rule(Op.ADD_ID, operands(FLOATS, FLOATS, I32), in_rows(0, 1, RESULT))
+def _add_id(node: Tensor, ctx: LoweringContext) -> None:
+    a, b, ids = (node.operand(i) for i in range(3))
+    args = (ctx.address(b), b.nb[1], ctx.address(ids), *ids.nb[:2], b.ne[1], *ctx.report)
+    params = ((name(node), name(a), name(b)),)
+    ctx.launch_rows(convert.add_id, params, args, node.ne, [node, a], _COPY, cut=True)

@@ -1,0 +1,274 @@
+"""Recurrent layers: state space models, the gated delta rule, RWKV-7.
+
+A result has the outputs of all tokens, then the last states, the newest first. A thread computes some lines
+of a state for all tokens in turn: a line is contiguous, and independent of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Value, Variable, vec
+from ggmlb.backends.llvm.codegen.simd import SIZES, exp, load_float, load_floats, store_floats, total
+from ggmlb.backends.llvm.kernels.convert import row_number
+from ggmlb.backends.llvm.kernels.row_loop import each_vector
+from ggmlb.backends.llvm.kernels.tiles import transposed
+
+BLOCK = 32
+"""Lines of a head's state that a thread computes together, so that they stay in its cache."""
+
+
+def ssm_conv(k: Emitter, dtypes: Sequence[str]) -> None:
+    """The causal convolution of each channel. `dtypes`: of `y, x, c`.
+
+    Arguments: `y, nb1, nb2, x, nb1, nb2, c, nb1, taps, channels, tokens, sequences`.
+    """
+    out, src, kernel = dtypes
+    y, y_nb1, y_nb2, x, x_nb1, x_nb2, c, c_nb1, n_taps, n_channels, n_tokens, n_seqs = k.ints(12)
+    n = k.level.lanes
+    bands = (n_channels + (n - 1)) // n
+    work = bands * n_seqs
+    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
+        first, sequence = unit % bands * n, unit // bands
+        channels = [k.least(first + i, n_channels - 1) for i in range(n)]
+        inside = k.first_lanes(n, n_channels - first)
+        with k.loop(0, n_tokens, n) as token:
+            mask = k.first_lanes(n, n_tokens - token)
+            sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(n)]
+            with k.loop(0, n_taps) as tap:
+                for channel, slot in zip(channels, sums, strict=True):
+                    at = x + sequence * x_nb2 + channel * x_nb1 + (token + tap) * SIZES[src]
+                    factor = load_float(k, kernel, c + channel * c_nb1 + tap * SIZES[kernel]).splat(n)
+                    slot.set(k.fma(load_floats(k, src, at, n, mask), factor, slot.now))
+            for i, line in enumerate(transposed([slot.now for slot in sums])):
+                with k.when(token + i < n_tokens):
+                    at = y + sequence * y_nb2 + (token + i) * y_nb1 + first * SIZES[out]
+                    store_floats(k, out, line, at, inside)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _each_token(
+    k: Emitter, first: Value, states: Value, n_floats: Value, n_tokens: Value, kept: tuple[Value, Value]
+) -> Iterator[tuple[Value, Value, Value]]:
+    """Context manager: code in its body runs for each token; yields it, and the old and the new state.
+
+    Args:
+        k: The emitted kernel.
+        first: Address of the state before the first token.
+        states: Address of the newest state to keep.
+        n_floats: Number of contiguous floats of a state that the thread computes.
+        n_tokens: Number of tokens; if there are fewer than states to keep, the first state fills the rest.
+        kept: Number of states to keep, and the bytes from one to the next.
+    """
+    n_kept, stride = kept
+    with k.loop(n_tokens, n_kept) as slot:
+        each_vector(
+            k, k.i64(0), n_floats, lambda i, m: _put(k, states + slot * stride, i, _get(k, first, i, m), m)
+        )
+    old = k.variable(first)
+    with k.loop(0, n_tokens) as token:
+        slot = n_tokens - 1 - token
+        new = states + k.select(slot < n_kept, slot, 0) * stride
+        yield token, old.now, new
+        old.set(new)
+
+
+def _get(k: Emitter, at: Value, i: Value, mask: Value | None) -> Value:
+    """Load a vector of floats from element `i` on."""
+    return load_floats(k, "f32", at + i * 4, k.level.lanes, mask)
+
+
+def _put(k: Emitter, at: Value, i: Value, value: Value, mask: Value | None) -> None:
+    store_floats(k, "f32", value, at + i * 4, mask)
+
+
+def _inside(k: Emitter, x: Value, mask: Value | None) -> Value:
+    """`x`, with 0 in lanes not set in the mask, where infinite factors of a line make it NaN."""
+    return x if mask is None else k.select(mask, x, 0.0)
+
+
+def _splat(k: Emitter, at: Value) -> Value:
+    """Load a float into all lanes."""
+    return k.load(F32, at).splat(k.level.lanes)
+
+
+def _sum(k: Emitter) -> Variable:
+    return k.variable(k.const(vec(F32, k.level.lanes), 0))
+
+
+def ssm_scan(k: Emitter, one_rate: bool) -> None:
+    """The selective scan of Mamba: `S = S exp(dt A) + (x dt) B`, then `y = S C`; `dt` after softplus.
+
+    Arguments: `y, states, s, ids, nb0, states' count, errors, step, x, nb2, nb3, dt, A, B, nb1..3, C, nb1..3,
+    d_state, head_dim, heads, heads per group, tokens, sequences, kept, heads per unit`.
+
+    Args:
+        k: The emitted kernel.
+        one_rate: Whether a head has one decay `A`; else one for each element of its states.
+    """
+    y, states, s, ids, ids_nb0, limit, errors, step = k.ints(8)
+    x, x_nb2, x_nb3, dt, a, b, b_nb1, b_nb2, b_nb3, c, c_nb1, c_nb2, c_nb3 = k.ints(13)
+    width, dim, n_heads, per_group, n_tokens, n_seqs, n_kept, per_unit = k.ints(8)
+    head_nbytes = dim * width * 4
+    units = (n_heads + per_unit - 1) // per_unit
+    work = units * n_seqs
+    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
+        sequence, begin = unit // units, unit % units * per_unit
+        end = k.least(begin + per_unit, n_heads)
+        state, is_right = row_number(k, ids + sequence * ids_nb0, "i32", limit, (errors, step))
+        first = s + (state * n_heads + begin) * head_nbytes
+        to = states + (sequence * n_heads + begin) * head_nbytes
+        n_floats, kept = (end - begin) * dim * width, (n_kept, n_seqs * n_heads * head_nbytes)
+        with k.when(is_right), _each_token(k, first, to, n_floats, n_tokens, kept) as (token, old, new):
+            x_row = x + sequence * x_nb3 + token * x_nb2
+            row = (sequence * n_tokens + token) * n_heads
+            with k.loop(begin, end) as head:
+                time = _splat(k, dt + (row + head) * 4)
+                rate = a + head * (4 if one_rate else width * 4)
+                same = exp(k, time * _splat(k, rate)) if one_rate else None
+                group = head // per_group
+                b_row = b + sequence * b_nb3 + token * b_nb2 + group * b_nb1
+                c_row = c + sequence * c_nb3 + token * c_nb2 + group * c_nb1
+                with k.loop(0, dim) as i:
+                    line = ((head - begin) * dim + i) * width * 4
+                    value, read = _splat(k, x_row + (head * dim + i) * 4) * time, _sum(k)
+
+                    def advance(j: Value, mask: Value | None) -> None:
+                        decay = exp(k, time * _get(k, rate, j, mask)) if same is None else same
+                        now = k.fma(_get(k, old + line, j, mask), decay, value * _get(k, b_row, j, mask))
+                        now = _inside(k, now, mask)
+                        _put(k, new + line, j, now, mask)
+                        read.set(k.fma(now, _get(k, c_row, j, mask), read.now))
+
+                    each_vector(k, k.i64(0), width, advance)
+                    k.store(total(k, read.now), y + ((row + head) * dim + i) * 4)
+
+
+@dataclass(frozen=True)
+class _HeadLines:
+    """Some lines of the square state of a head, and a token.
+
+    Attributes:
+        sequence: Number of the sequence.
+        head: Number of the head.
+        lines: Range of lines of the state.
+        token: Number of the token in the sequence.
+        row: Number of the token's row of the head, among the rows of all tokens.
+        old: Address of the first of these lines in the state before the token.
+        new: The same after it.
+    """
+
+    sequence: Value
+    head: Value
+    lines: tuple[Value, Value]
+    token: Value
+    row: Value
+    old: Value
+    new: Value
+
+
+@contextmanager
+def _each_head(
+    k: Emitter,
+    first: Value,
+    states: Value,
+    size: Value,
+    n_heads: Value,
+    n_tokens: Value,
+    n_seqs: Value,
+    n_kept: Value,
+) -> Iterator[_HeadLines]:
+    """Context manager: code in its body runs for blocks of lines of the chunk's heads, token by token."""
+    blocks = (size + (BLOCK - 1)) // BLOCK
+    work = blocks * n_heads * n_seqs
+    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
+        begin, number = unit % blocks * BLOCK, unit // blocks
+        head, sequence = number % n_heads, number // n_heads
+        end = k.least(begin + BLOCK, size)
+        at = (number * size + begin) * size * 4
+        kept = n_kept, n_seqs * n_heads * size * size * 4
+        n_floats = (end - begin) * size
+        with _each_token(k, first + at, states + at, n_floats, n_tokens, kept) as (token, old, new):
+            row = (sequence * n_tokens + token) * n_heads + head
+            yield _HeadLines(sequence, head, (begin, end), token, row, old, new)
+
+
+def rwkv_wkv7(k: Emitter) -> None:
+    """`S = S w + v k + (S a) b`, then `y = S r`, with the state `S[v, k]`.
+
+    Arguments: `y, states, r, w, k, v, a, b, s, size, heads, tokens, sequences`.
+    """
+    y, states, *operands, s = k.ints(9)
+    size, n_heads, n_tokens, n_seqs = k.ints(4)
+    with _each_head(k, s, states, size, n_heads, n_tokens, n_seqs, k.i64(1)) as now:
+        at = now.row * size * 4
+        r, w, key, v, a, b = (p + at for p in operands)
+        with k.loop(*now.lines) as i:
+            line = (i - now.lines[0]) * size * 4
+            value, seen, read = _splat(k, v + i * 4), _sum(k), _sum(k)
+            each_vector(
+                k, k.i64(0), size,
+                lambda j, m: seen.set(k.fma(_get(k, now.old + line, j, m), _get(k, a, j, m), seen.now)),
+            )  # fmt: skip
+            known = total(k, seen.now).splat(k.level.lanes)
+
+            def advance(j: Value, mask: Value | None) -> None:
+                more = k.fma(known, _get(k, b, j, mask), value * _get(k, key, j, mask))
+                new = _inside(k, k.fma(_get(k, now.old + line, j, mask), _get(k, w, j, mask), more), mask)
+                _put(k, now.new + line, j, new, mask)
+                read.set(k.fma(new, _get(k, r, j, mask), read.now))
+
+            each_vector(k, k.i64(0), size, advance)
+            k.store(total(k, read.now), y + at + i * 4)
+
+
+def gated_delta_net(k: Emitter, one_gate: bool) -> None:
+    """`S = S exp(g)`, `S = S + beta (v - S k) k`, then `y = scale S q`, with the state `S[v, k]`.
+
+    Arguments: `scale, y, states, q, nb1..3, k, nb1..3, v, nb1..3, g, beta, s, size, heads, heads of keys,
+    tokens, sequences, kept`, scratch, the scratch per thread [bytes].
+
+    Args:
+        k: The emitted kernel.
+        one_gate: Whether a head has one gate `g`; else one for each column of its state.
+    """
+    scale = k.float_arg()
+    y, states, q, q1, q2, q3, key, k1, k2, k3, v, v1, v2, v3, gate, beta, s = k.ints(17)
+    size, n_heads, n_keys, n_tokens, n_seqs, n_kept, scratch, stride = k.ints(8)
+    decays = scratch + k.thread * stride
+    with _each_head(k, s, states, size, n_heads, n_tokens, n_seqs, n_kept) as now:
+        of_key = now.head % n_keys
+        q_row = q + now.sequence * q3 + now.token * q2 + of_key * q1
+        k_row = key + now.sequence * k3 + now.token * k2 + of_key * k1
+        v_row = v + now.sequence * v3 + now.token * v2 + now.head * v1
+        g_row = gate + now.row * (4 if one_gate else size * 4)
+        same = exp(k, _splat(k, g_row)) if one_gate else None
+        if not one_gate:
+            each_vector(k, k.i64(0), size, lambda j, m: _put(k, decays, j, exp(k, _get(k, g_row, j, m)), m))
+        part = _splat(k, beta + now.row * 4)
+        with k.loop(*now.lines) as i:
+            line = (i - now.lines[0]) * size * 4
+            seen, read = _sum(k), _sum(k)
+
+            def decay(j: Value, mask: Value | None) -> None:
+                factor = _get(k, decays, j, mask) if same is None else same
+                kept = _inside(k, _get(k, now.old + line, j, mask) * factor, mask)
+                _put(k, now.new + line, j, kept, mask)
+                seen.set(k.fma(kept, _get(k, k_row, j, mask), seen.now))
+
+            each_vector(k, k.i64(0), size, decay)
+            change = (_splat(k, v_row + i * 4) - total(k, seen.now).splat(k.level.lanes)) * part
+
+            def advance(j: Value, mask: Value | None) -> None:
+                new = k.fma(change, _get(k, k_row, j, mask), _get(k, now.new + line, j, mask))
+                new = _inside(k, new, mask)
+                _put(k, now.new + line, j, new, mask)
+                read.set(k.fma(new, _get(k, q_row, j, mask), read.now))
+
+            each_vector(k, k.i64(0), size, advance)
+            k.store(total(k, read.now) * scale, y + (now.row * size + i) * 4)
