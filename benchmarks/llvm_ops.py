@@ -46,8 +46,10 @@ LIBRARIES = {"ggmlb": Ggmlb, "ggml": PEER}
 
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "IQ4_NL", "IQ4_XS", "MXFP4",
+    "IQ4_NL", "IQ4_XS",
 )  # fmt: skip
+GRIDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
+"""Types whose codes are entries of grids; they have no strips."""
 ROWS = (1, 2, 4, 8, 32, 128, 512)
 SQUARES = (576, 1024, 2048, 4096)
 SQUARE_TYPES, SQUARE_ROWS = ("F32", "Q8_0", "Q4_0", "Q4_K", "Q6_K"), (1, 8, 128)
@@ -101,7 +103,7 @@ def products(n: int, names: Iterable[str] = TYPES) -> list[tuple[Cell, Case]]:
     for name in names:
         memories = [
             ("CPU", "CPU"),
-            (REPACKED, "CPU"),
+            *([(REPACKED, "CPU")] if name not in GRIDS else []),
             *([(REPACKED, "CPU_REPACK")] if name in CPU_REPACK else []),
         ]
         made += [product("products", name, 14336, 4096, n, *memory) for memory in memories]
@@ -144,6 +146,7 @@ def others() -> list[tuple[Cell, Case]]:
 PARTS: dict[str, list[tuple[Cell, Case]]] = {
     **{f"n{n}": products(n) for n in ROWS[:-1]},
     **{f"n512{part}": products(512, TYPES[i::2]) for i, part in enumerate("ab")},
+    **{f"g{n}": products(n, ("MXFP4", *GRIDS)) for n in ROWS},
     **{f"s{size}": square(size) for size in SQUARES},
     **{
         f"a{head}-{name.lower()}": attention(name, head)

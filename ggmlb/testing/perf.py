@@ -238,6 +238,8 @@ def time_node(device: Device, ctx: Context, *nodes: Tensor) -> Timing:
 
 @cache
 def _pattern(dtype: DType, n: int) -> bytes:
+    if dtype.is_quantized and not dtypes.can_quantize(dtype):
+        return dtypes.random_blocks(dtype, PATTERN_ROWS * n).tobytes()
     rows = np.random.default_rng(n).uniform(-1, 1, (PATTERN_ROWS, n)).astype(np.float32)
     return dtypes.quantize(rows, dtype).tobytes()
 

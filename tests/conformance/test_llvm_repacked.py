@@ -16,12 +16,12 @@ from ggmlb.backends.llvm import backend_reg
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen import host
 from ggmlb.backends.llvm.codegen.simd import SIZES
-from ggmlb.backends.llvm.kernels.blocks import FORMATS
+from ggmlb.backends.llvm.kernels.blocks import SCALES
 from ggmlb.core.tensor import Tensor
 
 DEVICE = backend_reg().devices[0]
 REPACKED = backend_reg().get_proc_address("dev_get_extra_bufts")(DEVICE)[0]
-TYPES = [DType[name.upper()] for name in (*SIZES, *FORMATS)]
+TYPES = [DType[name.upper()] for name in (*SIZES, *SCALES)]
 LEVELS = [level.name for level in host.levels_here()]
 K, M = 512, 48
 
@@ -63,7 +63,7 @@ def test_products_of_each_type(widest: LlvmBackend, dtype: DType, n: int) -> Non
 
 
 @pytest.mark.skipif("avx2" not in LEVELS, reason="sums of 16 bits are of x86 without VNNI")
-@pytest.mark.parametrize("dtype", [DType[name.upper()] for name in FORMATS])
+@pytest.mark.parametrize("dtype", [DType[name.upper()] for name in SCALES])
 def test_sums_of_16_bits_hold_the_greatest_products(dtype: DType) -> None:
     signs = np.random.default_rng(2).choice(np.float32([-1, 1]), (M, K))
     signs[:4] = np.float32([1, 1, -1, -1])[:, None]

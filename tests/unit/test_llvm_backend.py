@@ -27,6 +27,7 @@ from ggmlb.backends.llvm.lowering import context
 from ggmlb.backends.llvm.lowering.context import lower
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
+from ggmlb.core.dtypes import can_quantize, random_blocks
 from ggmlb.core.enums import SortOrder
 from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.core.tensor import Tensor
@@ -56,10 +57,16 @@ class Leafs:
 
     def __call__(self, dtype: DType, *ne: int, values: Any = None) -> Tensor:
         tensor = self._ctx.set_input(self._ctx.new_tensor(dtype, ne))
-        if values is None:
+        if values is None and not can_be_written(dtype):
+            values = random_blocks(dtype, tensor.n_elements).reshape(*ne[:0:-1], -1)
+        elif values is None:
             values = self._random.standard_normal(ne[::-1]).astype(np.float32)
         self.data.append((tensor, values))
         return tensor
+
+
+def can_be_written(dtype: DType) -> bool:
+    return not dtype.is_quantized or can_quantize(dtype)
 
 
 def computed(program: Program, backend: Backend) -> Any:
@@ -71,7 +78,7 @@ def computed(program: Program, backend: Backend) -> Any:
     with alloc_ctx_tensors(ctx, backend) as buffer:
         buffer.clear(0xFF)
         for tensor, values in leafs.data:
-            tensor.set_array(values)
+            tensor.set_array(values, None if can_be_written(tensor.dtype) else tensor.dtype)
         assert backend.graph_compute(graph) is Status.SUCCESS
         return result.to_numpy().copy()
 
@@ -82,7 +89,10 @@ def check(program: Program, backend: Backend, nmse: float = 1e-9) -> None:
     assert ((found - right) ** 2).sum() <= nmse * (right**2).sum()
 
 
-TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"]
+GRIDS = ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"]
+TYPES = [
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", *GRIDS,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -93,6 +103,22 @@ def test_products(dtype: str, m: int, n: int, llvm: LlvmBackend) -> None:
     # Activations as bytes: an error of some thousandths of each value.
     error = 3e-4 if kind.is_quantized else 1e-9
     check(lambda c, leaf: c.mul_mat(leaf(kind, k, m, 2), leaf(F32, k, n, 4, 3)), llvm, error)
+
+
+@pytest.mark.parametrize("dtype", GRIDS)
+@pytest.mark.parametrize("simd", [level.name for level in levels_here()][1:])
+def test_products_of_grids_on_each_instruction_set(dtype: str, simd: str) -> None:
+    """With the greatest activations too, whose sums of products must fit in 16 bits where those are used."""
+    kind = DType[dtype]
+    with DEVICE.init_backend({"n_threads": 2, "simd": simd}) as backend:
+        for n in (1, 9):
+            signs = np.random.default_rng(n).choice([-1.0, 1.0], (n, 512)).astype(np.float32)
+            check(lambda c, leaf, n=n: c.mul_mat(leaf(kind, 512, 37), leaf(F32, 512, n)), backend, 3e-4)
+            check(
+                lambda c, leaf, n=n, x=signs: c.mul_mat(leaf(kind, 512, 37), leaf(F32, 512, n, values=x)),
+                backend,
+                1e-9,
+            )
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])

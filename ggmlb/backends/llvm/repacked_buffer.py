@@ -15,7 +15,7 @@ from ggmlb.backends.common.weight_memory import PackedBuffer, misplaced, weight_
 from ggmlb.backends.llvm.codegen.library import Emit, function, library
 from ggmlb.backends.llvm.codegen.simd import SIZES
 from ggmlb.backends.llvm.kernels import interleaved
-from ggmlb.backends.llvm.kernels.blocks import FORMATS
+from ggmlb.backends.llvm.kernels.blocks import SCALES
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes
@@ -78,7 +78,7 @@ def is_packed(tensor: Tensor) -> bool:
     """Whether `LLVM_Repacked` memory stores a weight in strips (16 interleaved rows)."""
     name = tensor.dtype.name.lower()
     return (
-        (name in FORMATS or name in SIZES) and tensor.ne[1] % interleaved.ROWS == 0 and tensor.is_contiguous()
+        (name in SCALES or name in SIZES) and tensor.ne[1] % interleaved.ROWS == 0 and tensor.is_contiguous()
     )
 
 

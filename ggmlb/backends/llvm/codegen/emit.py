@@ -336,11 +336,11 @@ class Emitter:
             slot.align = 64
             return Value(self, self.build.ptrtoint(slot, I64))
 
-    def constants(self, name: str, values: Sequence[float]) -> Value:
-        """The address of a read-only float64 array, defined once per module by its name."""
+    def constants(self, name: str, values: Sequence[float], element: Any = F64) -> Value:
+        """The address of a read-only array, defined once per module by its name."""
         found = self.module.globals.get(name)
         if found is None:
-            type_ = ir.ArrayType(F64, len(values))
+            type_ = ir.ArrayType(element, len(values))
             found = ir.GlobalVariable(self.module, type_, name)
             found.initializer = ir.Constant(type_, list(values))
             found.global_constant, found.linkage = True, "internal"

@@ -168,7 +168,7 @@ class DotSum:
         self.dot, self._offset, self._scale = dot, offset, scale
         self._in_pairs = dot.k.level.dot == "maddubs"
         fit = 32767 // (2 * 127 * most) if self._in_pairs else 0
-        self.at_once = fit if fit > 1 else _ANY
+        self.at_once = fit // 2 * 2 if fit > 1 else _ANY  # even, as `add_words` adds two in a turn
         self._pairs: Value | None = None  # 16-bit sums of pairs of products, if several can be added
         self._sums = start
         self._free = self.at_once

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ggmlb.backends.llvm.codegen.emit import F32, I1, I8, I16, I32, I64, Emitter, Value, like, vec
 from ggmlb.backends.llvm.codegen.simd import from_half, look_up
+from ggmlb.backends.llvm.kernels.grid_blocks import GRIDS, GridFormat
 from ggmlb.backends.llvm.kernels.interleaved import Interleaved, Words
 from ggmlb.core.dtypes import DType
 
@@ -394,6 +395,16 @@ def _uneven_format(
     return _format(name, 32, offset, most, partial(_uneven, table), scales, partial(_uneven_pair, table))
 
 
+def _grid_format(name: str, form: GridFormat) -> tuple[str, BlockFormat]:
+    dtype = DType.parse(name)
+
+    def scales(k: Emitter, blocks: Sequence[Value]) -> tuple[Value, None]:
+        return form.scales(dtype.codec.offsets, k, blocks[0]), None
+
+    read = partial(form.codes, name), scales, partial(form.pair, name)
+    return name, BlockFormat(dtype.block_size, dtype.type_size, form.group, None, form.most, False, *read)
+
+
 FORMATS: dict[str, BlockFormat] = dict(
     [
         _format("q4_0", 32, 8, 8, _few_bits, _d, _few_bits_pair),
@@ -411,6 +422,7 @@ FORMATS: dict[str, BlockFormat] = dict(
         _uneven_format("iq4_nl", None, 127, IQ4, _d),
         _format("iq4_xs", 32, None, 127, _iq4_xs, _iq4_xs_scales, _iq4_xs_pair),
         _uneven_format("mxfp4", 12, 12, MXFP4, _mxfp4_scale),
+        *(_grid_format(name, form) for name, form in GRIDS.items()),
     ]
 )
 """Formats by the type's name."""
