@@ -144,7 +144,7 @@ def _advice(planner: Planner) -> Iterator[str]:
     most = planner.largest_context()
     if most:
         yield f"--ctx {most}"
-    if not planner.config.is_recurrent:
+    if planner.config.has_kv:
         for name in OTHER_TYPES:
             dtype = DType.parse(name)
             heads = [n for a in planner.config.attentions if a for n in (a.n_key, a.n_value)]
@@ -167,7 +167,7 @@ def _print(report: Report) -> None:
         _print_strategies(out, strategies, chosen, list(planner.free))
     params, config = planner.params, planner.config
     context = f"{params.n_ctx:,} tokens of context"
-    if not config.is_recurrent:
+    if config.has_kv:
         context += f", {params.kv_type.name.lower()} KV cache"
     rows: list[Row] = []
     for device in planner.free:

@@ -34,7 +34,7 @@ def damaged(model: Path, path: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "lfm2"])
 def test_quantisations_are_compared(models: Callable[..., Path], kind: str) -> None:
     """All figures, computed here from the logits and hidden states of each chunk."""
     found = {}
@@ -113,6 +113,8 @@ def test_the_first_wrong_node_is_found(
         ("llama", "output.weight", None),
         ("qwen3", "blk.2.attn_v.weight", 2),
         ("mamba", "blk.1.ssm_out.weight", 1),
+        ("lfm2", "blk.0.shortconv.out_proj.weight", 0),
+        ("lfm2", "blk.1.attn_output.weight", 1),
     ],
 )
 def test_the_first_token_that_differs_and_its_layer(

@@ -15,6 +15,7 @@ from ggmlb import ArgumentError
 from ggmlb.models import Placement, TextModel
 from tests.support.text_models import (
     GEMMA,
+    HYBRID,
     KINDS,
     N_EMBD,
     N_HEAD,
@@ -109,13 +110,15 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
         elif kind.startswith("mamba"):
             x = x + found[at + "ssm_out"]
         else:
-            near(found[at + "ffn_inp"], x + found[at + "attn_out"])
+            mixed = "conv_out" if kind in HYBRID and not i % 2 else "attn_out"
+            near(found[at + "ffn_inp"], x + found[at + mixed])
             before = at + ("post_attention_norm" if kind in ("gpt-oss", "seed_oss") else "ffn_norm")
             if kind not in NO_NORMS:
                 near(found[before], norm(kind, found[at + "ffn_inp"], weights[before + ".weight"]))
             x = found[at + "ffn_inp"] + found[at + "ffn_out"]
         near(found[at + "out"], x)
-    near(found["output_norm"], norm(kind, x, weights["output_norm.weight"]))
+    last_norm = "token_embd_norm.weight" if kind in HYBRID else "output_norm.weight"
+    near(found["output_norm"], norm(kind, x, weights[last_norm]))
     output = weights.get("output.weight", weights["token_embd.weight"])
     near(found["output"], found["output_norm"] @ output.T, 1e-4)
 
@@ -132,8 +135,8 @@ def test_attention_weights_mix_the_values(models: Callable[..., Path], kind: str
         session.generate(PROMPT[3:9], max_tokens=3, temperature=0, ignore_eos=True)
         values = "attn_qkv" if kind == "phi3" else "attn_v"
         found = model.trace(PROMPT, ["blk.*.attn_weights", "blk.*.attn_heads", f"blk.*.{values}"])
-        windows = [a.window for a in model.config.attentions if a]
-    for i, window in enumerate(windows):
+        windows = {i: a.window for i, a in enumerate(model.config.attentions) if a}
+    for i, window in windows.items():
         weights = found[f"blk.{i}.attn_weights"]
         n = len(PROMPT)
         assert weights.shape == (N_HEAD, n, n)
@@ -151,7 +154,7 @@ def test_all_names_are_documented(models: Callable[..., Path], kind: str) -> Non
     page = (Path(__file__).parents[2] / "docs/text-models.md").read_text()
     with TextModel(models(kind), ["CPU"], n_ctx=32) as model:
         parts = {name.rpartition(".")[2] for name in model.trace_names()}
-    assert [part for part in parts if not re.search(rf"`(blk\.N\.)?{part}`", page)] == []
+    assert [part for part in parts if not re.search(rf"`(blk\.N\.)?(\w+\.)?{part}`", page)] == []
 
 
 def test_names_that_no_node_has(models: Callable[..., Path]) -> None:

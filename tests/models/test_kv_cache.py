@@ -10,7 +10,7 @@ import pytest
 
 from ggmlb import AllocationError
 from ggmlb.models import TextModel
-from ggmlb.models.text.kv_cache import FREE, KvCache
+from ggmlb.models.text.kv_cache import FREE
 
 WINDOWS = 0, 5
 
@@ -19,8 +19,8 @@ WINDOWS = 0, 5
 def test_masks_that_are_kept_are_those_made_anew(models: Callable[..., Path], seed: int) -> None:
     rng = np.random.default_rng(seed)
     with TextModel(models(), ["CPU"], n_ctx=48) as model:
-        memory = model._loaded.memory
-        assert isinstance(memory, KvCache)
+        memory = model._loaded.memory.cells
+        assert memory is not None
         lengths = dict.fromkeys(range(3), 0)
         for _ in range(300):
             sequence, n = int(rng.integers(3)), int(rng.integers(1, 4))
@@ -46,8 +46,8 @@ def test_masks_that_are_kept_are_those_made_anew(models: Callable[..., Path], se
 
 def test_a_full_memory_has_no_cell(models: Callable[..., Path]) -> None:
     with TextModel(models(), ["CPU"], n_ctx=8) as model:
-        memory = model._loaded.memory
-        assert isinstance(memory, KvCache)
+        memory = model._loaded.memory.cells
+        assert memory is not None
         cells = [memory.take(1, i) for i in range(8)]
         assert cells == list(range(8))
         with pytest.raises(AllocationError, match="larger n_ctx"):

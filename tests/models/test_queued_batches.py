@@ -15,8 +15,8 @@ from ggmlb.core.errors import ArgumentError
 from ggmlb.models import Placement, TextModel
 from ggmlb.models.runs import Runs
 from ggmlb.models.text import graph
-from ggmlb.models.text.decoder import N_BATCH, BaseDecoder, Decoder, Token
-from ggmlb.models.text.kv_cache import FREE, KvCache
+from ggmlb.models.text.decoder import N_BATCH, Decoder, Token
+from ggmlb.models.text.kv_cache import FREE
 
 DEVICES = [d.name for d in ggmlb.devices()]
 ON_OPENCL: dict[str, Any] = {"devices": ["OpenCL0", "CPU"], "placement": Placement(layers={"OpenCL0": "all"})}
@@ -30,7 +30,7 @@ def tokens_of(sequence: int, numbers: list[int], start: int = 0, wants: bool = T
     return [Token(n, sequence, start + i, wants and i == last) for i, n in enumerate(numbers)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "lfm2"])
 def test_a_prompt_is_queued_batch_by_batch(
     models: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +66,7 @@ def test_masks_are_the_same_by_host_and_device(models: Callable[..., Path], kind
     for _ in range(2):
         with TextModel(models(kind), n_ctx=700, **ON_OPENCL) as model:
             decoder = model._engine.decoder
-            assert isinstance(decoder, Decoder) and decoder._computes_masks
+            assert decoder._computes_masks
             if found:
                 decoder._computes_masks.clear()
             decoder.decode(
@@ -110,11 +110,20 @@ def test_tokens_of_sequences_may_alternate(models: Callable[..., Path]) -> None:
     assert np.abs(rows[False][0] - rows[False][2]).max() > 1e-2
 
 
+def test_outputs_are_those_of_the_tokens_that_want_them(models: Callable[..., Path]) -> None:
+    """Three of four tokens: as many rows as the graph has tokens, and not the first ones."""
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        decoder = model._engine.decoder
+        alone = [decoder.decode(tokens_of(s, PROMPT[:n])) for s, n in ((1, 2), (2, 1), (3, 1))]
+        together = [*tokens_of(4, PROMPT[:2]), *tokens_of(5, PROMPT[:1]), *tokens_of(6, PROMPT[:1])]
+        assert np.abs(decoder.decode(together) - np.concatenate(alone)).max() < 1e-4
+
+
 def test_spans_of_cells_are_the_mask(models: Callable[..., Path]) -> None:
     rng = np.random.default_rng(0)
     with TextModel(models(), ["CPU"], n_ctx=300) as model:
-        memory = model._loaded.memory
-        assert isinstance(memory, KvCache)
+        memory = model._loaded.memory.cells
+        assert memory is not None
         for step in range(40):
             lengths = {s: int(np.count_nonzero(memory.sequence == s)) for s in range(4)}
             runs = [(s, int(rng.integers(1, 30))) for s in rng.permutation(4)[: rng.integers(1, 5)]]
@@ -137,7 +146,7 @@ def test_spans_of_cells_are_the_mask(models: Callable[..., Path]) -> None:
                 assert (seen[n:] >= seen[n - 1]).all()  # padding tokens see something
 
 
-FAILING: dict[str, Callable[[BaseDecoder[Any]], object]] = {
+FAILING: dict[str, Callable[[Decoder], object]] = {
     "batch": lambda decoder: decoder.decode(tokens_of(3, PROMPT[:4])),
     "access": lambda decoder: decoder._memory.save(1),
 }
@@ -148,8 +157,8 @@ def test_a_failure_loses_the_batches_queued_before_it(
     models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     with TextModel(models(), n_ctx=256, **ON_OPENCL) as model:
-        decoder, memory = model._engine.decoder, model._engine.memory
-        assert isinstance(memory, KvCache)
+        decoder, memory = model._engine.decoder, model._engine.memory.cells
+        assert memory is not None
         expected = decoder.decode(tokens_of(1, PROMPT[:40]))
         decoder.decode(tokens_of(2, PROMPT[:20], wants=False))
         with monkeypatch.context() as patch, pytest.raises(BackendError, match="lost"):
@@ -163,11 +172,12 @@ def test_a_failure_loses_the_batches_queued_before_it(
         assert np.abs(found - expected).max() < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
 @pytest.mark.parametrize("failing", FAILING)
 def test_a_failure_of_a_recurrent_model_loses_the_steps_queued_before_it(
-    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, failing: str
+    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, failing: str, kind: str
 ) -> None:
-    with TextModel(models("mamba"), n_ctx=256, **ON_OPENCL) as model:
+    with TextModel(models(kind), n_ctx=256, **ON_OPENCL) as model:
         decoder = model._engine.decoder
         expected = decoder.decode(tokens_of(1, PROMPT[:40]))
         decoder.decode(tokens_of(2, PROMPT[:20], wants=False))
@@ -216,6 +226,7 @@ def test_graphs_read_few_different_numbers_of_cells(
 ) -> None:
     with TextModel(models(), ["CPU"], n_ctx=10000) as model:
         decoder = model._engine.decoder
-        assert isinstance(decoder, Decoder) and n_tokens <= N_BATCH and not decoder._is_coarse
-        decoder._is_coarse, decoder._memory.n_used = coarse, n_used
+        assert n_tokens <= N_BATCH and not decoder._is_coarse
+        assert decoder._memory.cells is not None
+        decoder._is_coarse, decoder._memory.cells.n_used = coarse, n_used
         assert decoder._n_kv(n_tokens) == n_kv

@@ -10,8 +10,7 @@ import pytest
 
 import ggmlb
 from ggmlb.models import Placement, TextModel
-from ggmlb.models.text.decoder import N_OUT, SIZES, Decoder
-from ggmlb.models.text.graph import RecurrentGraph
+from ggmlb.models.text.decoder import N_OUT, SIZES
 from tests.support.text_models import KINDS, has_experts
 
 DEVICES = [d.name for d in ggmlb.devices()]
@@ -78,24 +77,19 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
         decoder = model._engine.decoder
         scheduler = decoder._runs.scheduler  # type: ignore[attr-defined]
         reserved = [scheduler.buffer_size(b) for b in model.backends]
-        parts = decoder._config, decoder._weights, decoder._memory  # type: ignore[attr-defined]
-        if isinstance(decoder, Decoder):
-            graphs = (
-                decoder._new_graph(n, n_out, n_kv)
-                for n in SIZES
-                if n <= SPLITS[split].get("n_ubatch", 512)
-                for n_out in {1, min(n, 16), min(n, N_OUT)}
-                for n_kv in (256, N_CTX)
-                if n <= n_kv  # the tokens of a batch are among the cells that it reads
-            )
-        else:
-            graphs = (
-                RecurrentGraph(*parts, n, n_sequences, n_out, decoder.changes)
-                for n_sequences in (1, 2, 4, 8, 16)
-                for n in (1, 16, 512 // n_sequences)
-                if n * n_sequences <= 512
-                for n_out in {1, min(n * n_sequences, 16), min(n * n_sequences, N_OUT)}
-            )
+        if decoder._memory.slots is None:
+            sizes = [(n, 1) for n in SIZES if n <= SPLITS[split].get("n_ubatch", 512)]
+        else:  # as many tokens of each sequence
+            most = SPLITS[split].get("n_ubatch", 512)
+            each = [(min(n, most), m) for m in (1, 2, 4, 8, 16) for n in (1, 16, 512 // m)]
+            sizes = [(n * m, m) for n, m in each if n * m <= 512]
+        graphs = (
+            decoder._new_graph(n, n_out, n_kv, n_sequences)
+            for n, n_sequences in sizes
+            for n_out in {1, min(n, 16), min(n, N_OUT)}
+            for n_kv in ((256, N_CTX) if decoder._memory.cells else (0,))
+            if n <= n_kv or not n_kv  # the tokens of a batch are among the cells that it reads
+        )
         for built in graphs:
             needed = scheduler.reserve_size(built.graph)
             assert all(n <= m for n, m in zip(needed, reserved, strict=True)), (needed, reserved)

@@ -271,20 +271,22 @@ def test_sessions_keep_their_room(models: Callable[..., Path]) -> None:
         )
 
 
-def test_states_of_a_prompt_longer_than_a_batch(models: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+def test_states_of_a_prompt_longer_than_a_batch(models: Callable[..., Path], kind: str) -> None:
     prompt = (PROMPT * 26)[:531]
-    with TextModel(models("mamba"), ["CPU"], n_ctx=600) as model:
+    with TextModel(models(kind), ["CPU"], n_ctx=600) as model:
         found = model.generate(prompt, max_tokens=1, temperature=0, ignore_eos=True, logprobs=5)
         expected = log_probs(model.logits(prompt)[-1])
     ids, values = found.logprobs[0]
     assert np.abs(expected[ids] - values).max() < 2e-3
 
 
-def test_recurrent_sequences_share_slots(models: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+def test_recurrent_sequences_share_slots(models: Callable[..., Path], kind: str) -> None:
     """More prompts than slots wait for one another; sessions hold theirs, and go on from a whole prefix."""
     options = Options(max_tokens=3, temperature=0, ignore_eos=True)
     prompts = [PROMPT[i % 7 : 9 + i % 5] for i in range(20)]
-    with TextModel(models("mamba"), ["CPU"], n_ctx=64) as model:
+    with TextModel(models(kind), ["CPU"], n_ctx=1024) as model:
         alone = [model.generate(prompt, options).tokens for prompt in prompts]
         sessions = [model.session() for _ in range(14)]
         for session, prompt in zip(sessions, prompts, strict=False):
@@ -300,9 +302,7 @@ def test_recurrent_sequences_share_slots(models: Callable[..., Path]) -> None:
             more[2].generate([1], options)
         assert more[2].tokens == []
         more[0].close()
-        assert more[2].generate(PROMPT[:4], options).tokens == model_alone(
-            models("mamba"), PROMPT[:4], options
-        )
+        assert more[2].generate(PROMPT[:4], options).tokens == model_alone(models(kind), PROMPT[:4], options)
 
 
 def model_alone(path: Path, prompt: list[int], options: Options) -> list[int]:
@@ -310,14 +310,15 @@ def model_alone(path: Path, prompt: list[int], options: Options) -> list[int]:
         return model.generate(prompt, options).tokens
 
 
-def test_a_state_of_a_recurrent_model(models: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+def test_a_state_of_a_recurrent_model(models: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     options = Options(max_tokens=4, temperature=0, ignore_eos=True)
-    with TextModel(models("mamba"), ["CPU"], n_ctx=64) as model:
+    with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
         session = model.session()
         session.generate(PROMPT[:10], options)
         session.save_state(tmp_path / "state")
         expected = session.generate(session.tokens + PROMPT[:2], options).tokens
-    with TextModel(models("mamba"), ["CPU"], n_ctx=64) as model:
+    with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
         other = model.session()
         other.load_state(tmp_path / "state")
         assert other.generate(other.tokens + PROMPT[:2], options).tokens == expected
@@ -497,7 +498,7 @@ PLACES: tuple[list[str], ...] = (["CPU"], *([name, "CPU"] for name in DEVICES if
 
 
 @pytest.mark.parametrize("devices", PLACES, ids="+".join)
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
+@pytest.mark.parametrize("kind", ["llama", "mamba", "lfm2"])
 def test_callbacks_may_use_the_model(models: Callable[..., Path], kind: str, devices: list[str]) -> None:
     """What one call computes does not depend on the calls inside it; a session refuses those on itself."""
     options = Options(max_tokens=5, temperature=0, ignore_eos=True, logprobs=3, stop=["xyz"])

@@ -64,7 +64,12 @@ def test_a_generation_shows_its_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "memory"), [("llama", "q8_0 KV cache of"), ("mamba", "f32 recurrent states of")]
+    ("kind", "memory"),
+    [
+        ("llama", "q8_0 KV cache of"),
+        ("mamba", "f32 recurrent states of"),
+        ("lfm2", "q8_0 KV cache and f32 recurrent states of"),
+    ],
 )
 def test_a_session_shows_what_it_holds(models: Callable[..., Path], kind: str, memory: str) -> None:
     with TextModel(models(kind), ["CPU"], n_ctx=64, kv_type="q8_0") as model:

@@ -15,7 +15,7 @@ REMOTE = ["node0/CPU", "node1/CPU", "CPU"]
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(12))]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
+@pytest.mark.parametrize("kind", ["llama", "mamba", "lfm2"])
 def test_a_text_model_on_two_nodes(cluster: Cluster, tmp_path: Path, kind: str) -> None:
     path = write_text_model(tmp_path / "model.gguf", kind)
     with TextModel(path, ["CPU"], n_ctx=64) as local:

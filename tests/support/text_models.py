@@ -17,15 +17,18 @@ N_EXPERT, N_USED, N_SHARED = 4, 2, 256
 YARN: Mapping[str, Any] = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
 }  # fmt: skip
+HYBRID = ("lfm2", "lfm2moe")
+"""Architectures of which only every other layer, from the second on, has attention."""
 HYPHENATED = ("gpt-oss", "command-r")
 """Architectures with a `-`, which else parts an architecture from a variant."""
 GEMMA = ("gemma2", "gemma3")
-HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4")
+HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4", *HYBRID)
 POST_NORMS = (*GEMMA, "glm4", "olmo2", "exaone4")
 NO_NORMS = ("olmo2", "exaone4")
 FUSED = ("phi3", "glm4")
-TIED = (*GEMMA, "command-r", "cohere2")
+TIED = (*GEMMA, "command-r", "cohere2", *HYBRID)
 PARALLEL = ("command-r", "cohere2")
+CHOICE_BIAS = ("lfm2moe",)
 LAYERS = {"gemma3": 7, "cohere2": 5, "olmo2": 5, "smollm3": 5}
 """Of architectures with a period of layers; others have 3."""
 
@@ -75,6 +78,11 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     },
     "glm4": {"rope.dimension_count": N_KEY // 2},
     "seed_oss": {},
+    "lfm2": {"shortconv.l_cache": 3},
+    "lfm2moe": {
+        "shortconv.l_cache": 3, "expert_count": N_EXPERT, "expert_used_count": N_USED,
+        "expert_feed_forward_length": N_FF, "expert_gating_func": 2, "leading_dense_block_count": 1,
+    },
     "exaone4": {},
     "command-r": {"logit_scale": 0.25},
     "cohere2": {"attention.sliding_window": 8, "logit_scale": 0.25},
@@ -134,6 +142,8 @@ def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
             "attention.head_count_kv": N_HEAD_KV, "attention.key_length": N_KEY,
             "attention.value_length": N_KEY, "rope.dimension_count": N_KEY, "vocab_size": N_VOCAB,
         }  # fmt: skip
+    if kind in HYBRID:
+        sizes["attention.head_count_kv"] = np.array([N_HEAD_KV * (i % 2) for i in range(n_layer)], np.int32)
     return {**sizes, **KINDS[kind]}
 
 
@@ -175,7 +185,7 @@ def write_text_model(
         vector(name, n, around=1.0)
 
     matrix("token_embd.weight", N_VOCAB, N_EMBD, scale=2.0 if arch in TIED else 8.0)
-    norm("output_norm.weight")
+    norm("token_embd_norm.weight" if arch in HYBRID else "output_norm.weight")
     if not tied and arch not in TIED:
         matrix("output.weight", N_VOCAB, N_EMBD, scale=2.0)
     if variant == "factors":
@@ -196,15 +206,21 @@ def write_text_model(
             vector(at + "ssm_d", N_INNER, around=1.0)
             matrix(at + "ssm_out.weight", N_EMBD, N_INNER)
             continue
-        if arch == "phi3":
+        if arch in HYBRID and not i % 2:
+            vector(at + "shortconv.conv.weight", N_EMBD, 3, around=0.5)
+            matrix(at + "shortconv.in_proj.weight", 3 * N_EMBD, N_EMBD)
+            matrix(at + "shortconv.out_proj.weight", N_EMBD, N_EMBD)
+        elif arch == "phi3":
             matrix(at + "attn_qkv.weight", n_q + 2 * n_kv, N_EMBD)
         else:
             for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv)):
                 matrix(f"{at}attn_{part}.weight", n, N_EMBD)
                 if arch in ("qwen2", "qwen2moe", "gpt-oss", "seed_oss"):
                     vector(f"{at}attn_{part}.bias", n)
-        matrix(at + "attn_output.weight", N_EMBD, n_q)
-        if arch in HEAD_NORMS:
+        has_attention = arch not in HYBRID or i % 2
+        if has_attention:
+            matrix(at + "attn_output.weight", N_EMBD, n_q)
+        if arch in HEAD_NORMS and has_attention:
             norm(at + "attn_q_norm.weight", N_KEY)
             norm(at + "attn_k_norm.weight", N_KEY)
         if arch == "olmo2":
@@ -222,7 +238,8 @@ def write_text_model(
             norm(at + "post_ffw_norm.weight")
         if arch not in (*NO_NORMS, *PARALLEL, "gpt-oss", "seed_oss"):
             norm(at + "ffn_norm.weight")
-        if has_experts(kind):
+        is_mixture = has_experts(kind) and i >= KINDS[kind].get("leading_dense_block_count", 0)
+        if is_mixture:
             tensors[at + "ffn_gate_inp.weight"] = rng.standard_normal((N_EXPERT, N_EMBD)).astype(np.float32)
             matrix(at + "ffn_gate_exps.weight", N_FF, N_EMBD, N_EXPERT)
             matrix(at + "ffn_up_exps.weight", N_FF, N_EMBD, N_EXPERT)
@@ -237,7 +254,9 @@ def write_text_model(
             matrix(at + "ffn_down_shexp.weight", N_EMBD, N_SHARED)
         if arch == "qwen2moe":
             tensors[at + "ffn_gate_inp_shexp.weight"] = rng.standard_normal(N_EMBD).astype(np.float32) / 16
-        if has_experts(kind):
+        if is_mixture and arch in CHOICE_BIAS:
+            vector(at + "exp_probs_b.bias", N_EXPERT)
+        if is_mixture:
             continue
         if arch in FUSED:
             matrix(at + "ffn_up.weight", 2 * N_FF, N_EMBD)

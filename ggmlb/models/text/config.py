@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.core.errors import ModelError
 from ggmlb.models.text.blocks import Attention, Experts, Layer, Recurrent
@@ -36,6 +36,7 @@ class TextConfig:
         embedding_scale: Factor of the embeddings.
         logit_scale: Factor of the logits.
         final_softcap: Soft cap of the logits; 0: none.
+        output_norm: Name of the last norm in the file.
     """
 
     name: str
@@ -49,16 +50,17 @@ class TextConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     final_softcap: float = 0.0
+    output_norm: str = "output_norm"
 
     @classmethod
-    def read(cls, keys: Keys, layers: Iterable[Layer], norm: str = "rms", **factors: float) -> TextConfig:
+    def read(cls, keys: Keys, layers: Iterable[Layer], norm: str = "rms", **options: Any) -> TextConfig:
         """Return the configuration of a file, after its architecture has read what it needs of the metadata.
 
         Args:
             keys: The metadata.
             layers: The layers.
             norm: Kind of the norms.
-            factors: `embedding_scale`, `logit_scale`, `final_softcap`.
+            options: `embedding_scale`, `logit_scale`, `final_softcap`, `output_norm`.
 
         Raises:
             ModelError: Metadata is missing or wrong, or a key has a value that is not supported.
@@ -72,7 +74,7 @@ class TextConfig:
             norm=norm,
             eps=keys.real(EPS_KEYS[norm], None, 0, 1),
             pooling=POOLINGS[keys.count("pooling_type", POOLINGS.index("mean"), 0, len(POOLINGS) - 1)],
-            **factors,
+            **options,
         )
         attention = next(filter(None, config.attentions), None)
         rope = attention and attention.rope
@@ -110,9 +112,14 @@ class TextConfig:
         )
 
     @property
+    def has_kv(self) -> bool:
+        """Whether a layer has keys and values."""
+        return any(self.attentions)
+
+    @property
     def is_recurrent(self) -> bool:
-        """Whether the layers have recurrent states instead of a KV cache."""
-        return not any(self.attentions)
+        """Whether a layer has recurrent states."""
+        return any(self.recurrents)
 
     @cached_property
     def experts(self) -> Experts | None:

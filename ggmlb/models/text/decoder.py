@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, Buffer, Context, Device, DeviceType, DType, Graph, Op, Scheduler, Tensor
-from ggmlb.core.errors import BackendError
+from ggmlb.core.errors import ArgumentError, BackendError
 from ggmlb.models.rates import Rates
 from ggmlb.models.runs import Runs
 from ggmlb.models.text.changes import Changes
@@ -20,7 +20,8 @@ from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost, TokenCosts
 from ggmlb.models.text.experts import ExpertCache
 from ggmlb.models.text.graph import ATTENTION, TextGraph, computed_mask
-from ggmlb.models.text.kv_cache import FREE, KvCache, SequenceCache
+from ggmlb.models.text.kv_cache import FREE, SPARE
+from ggmlb.models.text.memory import SequenceMemory
 from ggmlb.models.text.step import LensGraph, StepGraph
 
 N_BATCH = 512
@@ -53,6 +54,9 @@ Those of few tokens: `CELLS` times a number of this many leading bits; others: a
 MAX_QUEUED = 16
 """Number of queued batches without outputs at which the host waits: each holds uploads in host memory."""
 
+WIDTHS = {"logits": "n_vocab", "hidden": "n_embd"}
+"""The sizes (in `TextConfig`) of a row of each output of the graphs."""
+
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Traced = Mapping[str, list[Array]]
@@ -75,29 +79,47 @@ class Token(NamedTuple):
     wants_logits: bool = False
 
 
-Cache = TypeVar("Cache", bound=SequenceCache)
+class Step(NamedTuple):
+    """The tokens of a batch that one graph computes.
+
+    Attributes:
+        places: Their indices in the batch, one sequence after the other.
+        sequences: If layers are recurrent: the sequences, each of which has the same number of tokens.
+    """
+
+    places: npt.NDArray[np.int64]
+    sequences: tuple[int, ...] = ()
 
 
-class BaseDecoder(ABC, Generic[Cache]):
-    """Base class of decoders, which compute batches of tokens.
+class Decoder:
+    """Computes batches of tokens.
+
+    If layers are recurrent, a batch is computed in steps of the same number of tokens of some sequences: a
+    power of two, so that few graphs serve all batches, though there can be no padding tokens. Steps without
+    outputs are only queued. Where one fails, its cells are freed; with recurrent states, its sequences are
+    removed, and those of the steps queued before it.
 
     Args:
         config: The model's sizes.
         weights: By the names that the graph uses.
-        memory: The KV cache, or recurrent states.
+        memory: The KV cache, recurrent states, or both.
         backends: Streams, highest priority first.
         changes: Steering vectors and adapters.
         n_ubatch: Tokens of a sequence per step of a pipeline over devices; 0: no pipeline.
+        experts: The cache of experts, or `None`.
+        kv_moved: Where attention of a layer is computed, if not on the layer's device.
     """
 
     def __init__(
         self,
         config: TextConfig,
         weights: Mapping[str, Tensor],
-        memory: Cache,
+        memory: SequenceMemory,
         backends: Sequence[Backend],
         changes: Changes,
         n_ubatch: int = 0,
+        experts: ExpertCache | None = None,
+        kv_moved: Mapping[int, Backend] | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -105,14 +127,23 @@ class BaseDecoder(ABC, Generic[Cache]):
         self.changes = changes
         self._runs: Runs[Hashable, Any] = Runs(backends, parallel=n_ubatch > 0)
         self._n_ubatch = n_ubatch
-        self._queued: list[Any] = []  # what queued batches change: cells, or sequences
+        self._experts = experts
+        self._kv_moved = {i: b for i, b in (kv_moved or {}).items() if config.attentions[i]}
+        self._windows = config.windows
+        keys = memory.cells.keys.values() if memory.cells else ()
+        homes = {tensor.placed("attend").buft for tensor in keys}
+        apart = [b for b in backends if b.default_buffer_type in homes and not b.default_buffer_type.is_host]
+        self._computes_masks = {b.default_buffer_type: b for b in apart if _computes_mask(b, memory.n_cells)}
+        self._is_coarse = any(b.device.type is DeviceType.GPU for b in apart)
+        self._lost: set[int] = set()
+        self._queued: list[tuple[npt.NDArray[np.int64], set[int]]] = []  # cells and sequences of steps
         waiting = weakref.WeakMethod(self.wait)  # the memory must not keep the decoder
 
         def wait() -> None:
             if (method := waiting()) is not None:
                 method()
 
-        memory.before_access = wait
+        memory.wait_by(wait)
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -142,6 +173,8 @@ class BaseDecoder(ABC, Generic[Cache]):
     def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
         """Compute a batch, cache it, return logits; with `is_view`, the next batch may overwrite them.
 
+        A single token with `is_view` takes a faster path.
+
         Args:
             batch: At most `N_BATCH` tokens, at most `N_OUT` of them with logits; those of a sequence in
                 order, each after the last.
@@ -153,7 +186,9 @@ class BaseDecoder(ABC, Generic[Cache]):
         Raises:
             AllocationError: The cache is full, or a device lacks room.
         """
-        return self._compute(batch, "logits", {})
+        if is_view and len(batch) == 1 and batch[0].wants_logits:
+            return self._next(batch[0])
+        return self._compute(batch, "logits", {}, is_view)
 
     def wait(self) -> None:
         """Wait for the queued batches, if there are any; if that fails, their tokens are lost."""
@@ -165,27 +200,9 @@ class BaseDecoder(ABC, Generic[Cache]):
                 raise
             self._queued.clear()
 
-    @abstractmethod
-    def _fail(self, changed: Any = ()) -> None:
-        """Remove from the memory what the queued batches and a failed one (`changed`) wrote."""
-
     def hidden(self, batch: Sequence[Token]) -> Floats:
         """Compute a batch, cache it, and return normalised hidden states, shape `(n, n_embd)`."""
         return self._compute(batch, "hidden", {})
-
-    def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
-        """Compute a batch of one sequence; return the values of the nodes `names` for all its tokens.
-
-        Returns:
-            Values of nodes, tokens outermost; of attention weights the shape is `(n_head, n_tokens, n_seen)`.
-        """
-        traced: dict[str, list[Array]] = {name: [] for name in names}
-        self._compute(batch, "hidden", traced)
-        return {name: np.concatenate(parts) for name, parts in traced.items()}
-
-    def names(self) -> list[str]:
-        """Return the names of nodes that `trace` accepts, in the order of computation."""
-        return list(self._token_graph().named)
 
     def costs(self, rates: Mapping[Device, Rates]) -> list[Cost]:
         """Return the cost of one token on each stream, with times if `rates` are given; computes nothing.
@@ -198,21 +215,6 @@ class BaseDecoder(ABC, Generic[Cache]):
         found = TokenCosts(self._config, rates).of(scheduler)
         scheduler.reset()
         return found
-
-    @abstractmethod
-    def _largest(self) -> Iterator[StepGraph]:
-        """Yield the graphs that need most memory."""
-
-    @abstractmethod
-    def _token_graph(self) -> StepGraph:
-        """Return the graph of one token."""
-
-    @abstractmethod
-    def _compute(self, batch: Sequence[Token], output: str, traced: Traced) -> Floats:
-        """Compute a batch; return an output of the graphs by the name of its attribute, as `decode`.
-
-        Values of nodes are appended to `traced`.
-        """
 
     def _start(
         self, graph: StepGraph, positions: npt.NDArray[np.int32] | list[int], n: int, traced: Traced
@@ -263,74 +265,65 @@ class BaseDecoder(ABC, Generic[Cache]):
         """Free the compute memory of the graphs."""
         self._runs.free()
 
-
-class Decoder(BaseDecoder[KvCache]):
-    """Decoder of models with a KV cache.
-
-    Args:
-        experts: The cache of experts, or `None`; the other arguments as for `BaseDecoder`.
-        kv_moved: Where attention of a layer is computed, if not on the layer's device.
-    """
-
-    def __init__(
-        self,
-        config: TextConfig,
-        weights: Mapping[str, Tensor],
-        memory: KvCache,
-        backends: Sequence[Backend],
-        changes: Changes,
-        n_ubatch: int = 0,
-        experts: ExpertCache | None = None,
-        kv_moved: Mapping[int, Backend] | None = None,
-    ) -> None:
-        super().__init__(config, weights, memory, backends, changes, n_ubatch)
-        self._experts = experts
-        self._kv_moved = kv_moved or {}
-        self._windows = config.windows
-        homes = {tensor.placed("attend").buft for tensor in memory.keys.values()}
-        apart = [b for b in backends if b.default_buffer_type in homes and not b.default_buffer_type.is_host]
-        self._computes_masks = {b.default_buffer_type: b for b in apart if _computes_mask(b, memory.n_cells)}
-        self._is_coarse = any(b.device.type is DeviceType.GPU for b in apart)
-        self._lost: set[int] = set()
+    # -- steps ---------------------------------------------------------------------------------
 
     def _largest(self) -> Iterator[TextGraph]:
-        for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH)):
-            for n_out in {min(n, N_OUT), max(1, min(n - 1, N_OUT))}:  # of some tokens, or of all
-                # Gaps beside a small mask may be worse used than those beside a large one.
-                for n_kv in {self._memory.n_cells, min(self._least_cells(n), self._memory.n_cells)}:
-                    yield self._new_graph(n, n_out, n_kv)
-
-    def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
-        """Compute a batch and return its logits; a single token with `is_view` takes a faster path."""
-        if is_view and len(batch) == 1 and batch[0].wants_logits:
-            return self._next(batch[0])
-        return self._compute(batch, "logits", {}, is_view)
+        """Yield the graphs that need most memory."""
+        slots, n_cells = self._memory.slots, self._memory.n_cells if self._memory.cells else 0
+        most = N_BATCH if slots else _padded(self._n_ubatch or N_BATCH)
+        n_sequences = {1, 1 << (slots.spare - 1).bit_length()} if slots else {1}
+        for n_batch in largest_batches(self._runs.scheduler.backends, most):
+            for n_seqs in sorted({min(n, n_batch) for n in n_sequences}):
+                n = n_seqs * min(n_batch // n_seqs, self._n_ubatch or n_batch)
+                for n_out in {min(n, N_OUT), max(1, min(n - 1, N_OUT))}:  # of some tokens, or of all
+                    # Gaps beside a small mask may be worse used than those beside a large one.
+                    for n_kv in {n_cells, min(self._least_cells(n), n_cells)}:
+                        yield self._new_graph(n, n_out, n_kv, n_seqs)
 
     def _next(self, token: Token) -> Floats:
         """Compute one token, as most steps do; return its logits, which the next batch overwrites."""
-        memory = self._memory
+        cells = self._memory.cells
         if self._lost:
             self._check_lost([token])
-        cell = memory.take(token.sequence, token.position)
+        slot = self._slot(token.sequence, token.position)
+        cell = cells.take(token.sequence, token.position) if cells else 0
         try:
             sizes = 1, 1, self._n_kv(1)
-            graph: TextGraph = self._runs.get((*sizes, self.changes.key), lambda: self._new_graph(*sizes))
-            rows = [memory.row(token.sequence, token.position, window) for window in self._windows]
-            masks = [row[: 2 * sizes[2]] for row in rows]
-            graph.set_token(token.id, token.position, cell, masks)
+            graph: TextGraph = self._runs.get((*sizes, 1, self.changes.key), lambda: self._new_graph(*sizes))
+            windows = self._windows if cells else ()
+            rows = [cells.row(token.sequence, token.position, window) for window in windows] if cells else []
+            graph.set_token(token.id, token.position, cell, slot, [row[: 2 * sizes[2]] for row in rows])
             self._start(graph, [token.position], 1, {})
             logits = self._runs.read(graph.logits).reshape(1, -1)
         except BaseException:
-            self._fail(np.array([cell]))
+            self._fail(np.array([cell]), {token.sequence})
             raise
+        self._memory.advance((token.sequence,), 1)
         self._queued.clear()
         return logits
 
-    def _compute(self, batch: Sequence[Token], output: str, traced: Traced, is_view: bool = False) -> Floats:
-        """As `BaseDecoder._compute`; without outputs, the batch is only queued.
+    def _slot(self, sequence: int, position: int) -> int:
+        """Return the slot of a sequence's states, which is to continue at a position; 0 without states.
 
-        Then the host prepares the next batch while the devices compute; errors are raised by a later call.
-        With `is_view`, the result may be a view that the next batch overwrites.
+        Raises:
+            AllocationError: All slots are in use.
+            ArgumentError: Its states include other tokens than those before the position.
+        """
+        slots = self._memory.slots
+        if slots is None:
+            return 0
+        if position != slots.length(sequence):
+            raise ArgumentError(
+                f"sequence {sequence} continues at position {position}, but its states hold "
+                f"{slots.length(sequence)} tokens; remove it first"
+            )
+        return slots.slot_of(sequence)
+
+    def _compute(self, batch: Sequence[Token], output: str, traced: Traced, is_view: bool = False) -> Floats:
+        """Compute a batch; return an output of the graphs by the name of its attribute, as `decode`.
+
+        Values of nodes are appended to `traced`. Without outputs, the batch is only queued: the host prepares
+        the next one while the devices compute, and errors are raised by a later call.
         """
         memory = self._memory
         if self._lost:
@@ -341,44 +334,76 @@ class Decoder(BaseDecoder[KvCache]):
             wanted = [i for i in order.tolist() if batch[i].wants_logits]
             rows = self._compute([batch[i] for i in order], output, traced)
             return rows[np.argsort(wanted)]
-        cells = memory.find_cells(len(batch))
-        memory.occupy(cells, sequences, positions)
+        if memory.slots:
+            for i in np.flatnonzero(np.diff(sequences, prepend=FREE)).tolist():
+                self._slot(int(sequences[i]), int(positions[i]))
+        cells = np.zeros(len(batch), np.int64)
+        if memory.cells:
+            cells = memory.cells.find_cells(len(batch))
+            memory.cells.occupy(cells, sequences, positions)
         n_kv = self._n_kv(len(batch))
         weighed = tuple(int(name.split(".")[1]) for name in traced if name.endswith(ATTENTION))
-        found = [
-            np.empty((0, self._config.n_vocab if output == "logits" else self._config.n_embd), np.float32)
-        ]
-        start, chosen = 0, list[int]()
+        wants = np.array([token.wants_logits for token in batch], bool)
+        row_of = np.cumsum(wants) - 1
+        found = np.empty((int(wants.sum()), getattr(self._config, WIDTHS[output])), np.float32)
         try:
-            while start < len(batch):
-                end = start + self._part(len(batch) - start)
-                chosen = [i for i, token in enumerate(batch[start:end]) if token.wants_logits]
-                part = slice(start, end)
+            for step in self._steps(sequences):
+                part = step.places
+                chosen = np.flatnonzero(wants[part]).astype(np.int32)
                 tokens = ids[part], sequences[part], positions[part], cells[part]
-                graph = self._graph(*tokens, chosen, n_kv, weighed)
+                graph = self._graph(*tokens, step.sequences, chosen, n_kv, weighed)
                 padded = _filled(positions[part], graph.ids.ne[0])
-                self._start(graph, padded, end - start, traced)
-                if chosen:
-                    rows = self._runs.read(getattr(graph, output)).reshape(-1, found[0].shape[1])
-                    is_whole = is_view and end - start == len(batch)
-                    found.append(rows[: len(chosen)] if is_whole else rows[: len(chosen)].copy())
-                    self._queued.clear()
-                start = end
-            if not chosen:
-                self._queued.append(cells)
-            if len(self._queued) > MAX_QUEUED:
-                self.wait()
-        except BaseException:  # keys and values may be those of some layers only
-            self._fail(cells)
+                self._start(graph, padded, len(part), traced)
+                memory.advance(step.sequences, len(part))
+                if not chosen.size:
+                    self._queued.append((cells[part], {*step.sequences}))
+                    if len(self._queued) > MAX_QUEUED:
+                        self.wait()
+                    continue
+                rows = self._runs.read(getattr(graph, output)).reshape(-1, found.shape[1])
+                rows = rows[: chosen.size] if graph.chosen is not None else rows[chosen]
+                self._queued.clear()
+                if is_view and len(part) == len(batch):
+                    return rows
+                found[row_of[part[chosen]]] = rows
+        except BaseException:  # keys, values and states may be those of some layers only
+            self._fail(cells, {*sequences.tolist()})
             raise
-        return found[1] if len(found) == 2 else np.concatenate(found)
+        return found
 
-    def _fail(self, changed: npt.NDArray[np.int64] | tuple[()] = ()) -> None:
-        """Free the cells of the queued batches, whose sequences are then lost, and those of a failed one."""
-        queued = np.concatenate([np.zeros(0, np.int64), *self._queued])
-        self._queued.clear()
-        self._lost.update(self._memory.sequence[queued].tolist())
-        self._memory.release(np.concatenate([queued, np.array(changed, np.int64)]))
+    def _steps(self, sequences: npt.NDArray[np.int32]) -> Iterator[Step]:
+        """Yield the steps of a batch, given the sequence of each token."""
+        n, start = len(sequences), 0
+        if self._memory.slots is None:
+            while start < n:
+                end = start + self._part(n - start)
+                yield Step(np.arange(start, end))
+                start = end
+            return
+        left: dict[int, list[int]] = defaultdict(list)
+        for i, sequence in enumerate(sequences.tolist()):
+            left[sequence].append(i)
+        while left:
+            most = min(max(map(len, left.values())), self._n_ubatch or n)
+            n_tokens = 1 << (most.bit_length() - 1)
+            step = {s: places[:n_tokens] for s, places in left.items() if len(places) >= n_tokens}
+            left = {s: rest for s, p in left.items() if (rest := p[n_tokens:] if s in step else p)}
+            yield Step(np.array([i for places in step.values() for i in places]), tuple(step))
+
+    def _fail(self, cells: npt.NDArray[np.int64] | None = None, sequences: Collection[int] = ()) -> None:
+        """Remove what the queued steps wrote, and a failed batch, of which `cells` and `sequences` are given.
+
+        With a KV cache alone, the sequences of the queued steps are lost: see `_check_lost`.
+        """
+        queued, self._queued = self._queued, []
+        memory = self._memory
+        if memory.slots:
+            for sequence in {*sequences}.union(*(names for _, names in queued)):
+                memory.remove(sequence)
+        elif memory.cells:
+            before = np.concatenate([np.zeros(0, np.int64), *(of_step for of_step, _ in queued)])
+            self._lost.update(memory.cells.sequence[before].tolist())
+            memory.cells.release(before if cells is None else np.concatenate([before, cells]))
 
     def _check_lost(self, batch: Sequence[Token]) -> None:
         """Raise if a sequence continues after tokens that were lost with a failed batch.
@@ -388,7 +413,7 @@ class Decoder(BaseDecoder[KvCache]):
         """
         for token in batch:
             if token.sequence in self._lost:
-                n = int(np.count_nonzero(self._memory.sequence == token.sequence))
+                n = self._memory.length(token.sequence)
                 if n != token.position:
                     raise BackendError(
                         f"sequence {token.sequence} continues at position {token.position}, but only {n} of "
@@ -396,13 +421,17 @@ class Decoder(BaseDecoder[KvCache]):
                     )
                 self._lost.remove(token.sequence)
 
-    def _new_graph(self, n_tokens: int, n_out: int, n_kv: int, weighed: Sequence[int] = ()) -> TextGraph:
-        sizes = (n_tokens, n_out, n_kv)
+    def _new_graph(
+        self, n_tokens: int, n_out: int, n_kv: int, n_sequences: int = 1, weighed: Sequence[int] = ()
+    ) -> TextGraph:
         graph = TextGraph(
             self._config,
             self._weights,
             self._memory,
-            *sizes,
+            n_tokens,
+            n_out,
+            n_kv,
+            n_sequences,
             self._experts,
             self.changes,
             self._computes_masks,
@@ -419,7 +448,8 @@ class Decoder(BaseDecoder[KvCache]):
         return graph
 
     def _token_graph(self) -> TextGraph:
-        return self._new_graph(1, 1, self._memory.n_cells)
+        """Return the graph of one token that sees all cells."""
+        return self._new_graph(1, 1, self._memory.n_cells if self._memory.cells else 0)
 
     def _part(self, n: int) -> int:
         """Return how many of `n` tokens to compute together."""
@@ -431,49 +461,62 @@ class Decoder(BaseDecoder[KvCache]):
         sequences: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
         cells: npt.NDArray[np.int64],
-        chosen: Sequence[int],
+        of: Sequence[int],
+        chosen: npt.NDArray[np.int32],
         n_kv: int,
         weighed: Sequence[int],
     ) -> TextGraph:
         """Return the graph of tokens that see `n_kv` cells, with its inputs; `chosen` tokens have outputs.
 
-        Attention weights of the layers `weighed` are computed, too.
+        If layers are recurrent, the tokens are as many of each of the sequences `of`. Attention weights of
+        the layers `weighed` are computed, too.
         """
         memory = self._memory
         n = len(ids)
-        n_tokens = _padded(n)
+        n_sequences = 1 << (len(of) - 1).bit_length() if of else 1
+        n_tokens = n // len(of) * n_sequences if of else _padded(n)
         n_out = n_tokens if len(chosen) == n_tokens else min(_padded(max(len(chosen), 1)), n_tokens)
         filled = _filled(sequences, n_tokens, FREE), _filled(positions, n_tokens)
         if n_tokens > n:
-            cells = np.concatenate([cells, memory.n_cells + np.arange(n_tokens - n)])
-        sizes = (n_tokens, n_out, n_kv)
+            cells = np.concatenate([cells, memory.n_cells + np.arange(n_tokens - n) % SPARE])
+        slots = np.zeros(n_sequences, np.int32)
+        if memory.slots:
+            slots[:] = memory.slots.spare
+            slots[: len(of)] = [memory.slots.slot_of(sequence) for sequence in of]
+        sizes = (n_tokens, n_out, n_kv, n_sequences)
         key = (*sizes, self.changes.key, *weighed)
         graph: TextGraph = self._runs.get(key, lambda: self._new_graph(*sizes, weighed))
-        outputs = _filled(np.array(chosen, np.int32), n_out)
-        graph.set_inputs(_filled(ids, n_tokens), *filled, cells, outputs)
+        graph.set_inputs(_filled(ids, n_tokens), *filled, cells, slots, _filled(chosen, n_out))
         return graph
 
     def names(self) -> list[str]:
         """Return the names that `trace` accepts, of nodes and attention weights, in order of computation."""
         found: list[str] = []
-        for name in super().names():
+        for name in self._token_graph().named:
             layer, _, part = name.rpartition(".")
             found += [f"{layer}.{ATTENTION}", name] if part == "attn_heads" else [name]
         return found
 
     def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
-        """Compute a batch; return node values by name, attention weights over the sequence's own tokens."""
-        found, memory = super().trace(batch, names), self._memory
-        cells = np.flatnonzero(memory.sequence == batch[0].sequence)
-        cells = cells[np.argsort(memory.position[cells])]
+        """Compute a batch of one sequence; return the values of the nodes `names` for all its tokens.
+
+        Returns:
+            Values of nodes, tokens outermost; of attention weights the shape is `(n_head, n_tokens, n_seen)`.
+        """
+        traced: dict[str, list[Array]] = {name: [] for name in names}
+        self._compute(batch, "hidden", traced)
+        found = {name: np.concatenate(parts) for name, parts in traced.items()}
         for name in names:
-            if name.endswith(ATTENTION):
-                found[name] = found[name].transpose(1, 0, 2)[..., cells]
+            if name.endswith(ATTENTION) and self._memory.cells:
+                own = self._memory.cells.cells_of(batch[0].sequence)
+                found[name] = found[name].transpose(1, 0, 2)[..., own]
         return found
 
     def _n_kv(self, n_tokens: int = 0) -> int:
         """Return how many cells a graph of `n_tokens` reads; few different numbers where a GPU computes."""
-        n = -(-max(self._memory.n_used, 1) // CELLS)
+        if self._memory.cells is None:
+            return 0
+        n = -(-max(self._memory.cells.n_used, 1) // CELLS)
         if n_tokens and self._is_coarse:
             n_bits = (n - 1).bit_length()
             step = 1 << max(n_bits - LEADING_BITS, 0)

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from ggmlb.core.errors import ArgumentError, ModelError, shown
 from ggmlb.inspect.html import escape, pre
-from ggmlb.models.text.decoder import N_BATCH, N_OUT, BaseDecoder, Floats, Token
-from ggmlb.models.text.kv_cache import SequenceCache
+from ggmlb.models.text.decoder import N_BATCH, N_OUT, Decoder, Floats, Token
+from ggmlb.models.text.memory import SequenceMemory
 from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Engine:
 
     Args:
         decoder: Computes batches.
-        memory: The KV cache, or recurrent states.
+        memory: The KV cache, recurrent states, or both.
         not_finite: Returns the ModelError for tokens whose last outputs are NaN or infinite.
 
     Attributes:
@@ -214,8 +214,8 @@ class Engine:
 
     def __init__(
         self,
-        decoder: BaseDecoder[Any],
-        memory: SequenceCache,
+        decoder: Decoder,
+        memory: SequenceMemory,
         not_finite: Callable[[Sequence[int]], ModelError],
     ) -> None:
         self.decoder = decoder
@@ -321,7 +321,7 @@ class Engine:
     def _check_finite(self, outputs: Floats, sequence: int, tokens: Sequence[int]) -> None:
         """Raise if outputs of a sequence are NaN or infinite; the sequence is removed then."""
         if not np.isfinite(outputs.max()):
-            self.memory.has_nan = True
+            self.memory.note_nan()
             self.memory.remove(sequence)
             raise self._not_finite(tokens)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ggmlb.models.text.config import TextConfig
     from ggmlb.models.text.experts import ExpertCache
     from ggmlb.models.text.kv_cache import KvCache
-    from ggmlb.models.text.state_cache import StateCache
+    from ggmlb.models.text.memory import SequenceMemory
 
 MAX_UPLOADED = 64 << 10
 """Largest attention mask that the host computes, if a device can [bytes]."""
@@ -144,16 +144,20 @@ class LayersGraph(StepGraph):
 class TextGraph(LayersGraph):
     """The graph for `n_tokens` tokens that see `n_kv` cells of the KV cache.
 
-    Positions, cells and masks are inputs: one graph serves every step of its sizes.
+    Positions, cells, masks and slots are inputs: one graph serves every step of its sizes.
 
-    `n_tokens` includes padding; `n_out` tokens have outputs. Masks of several tokens larger than
-    `MAX_UPLOADED` are computed by the devices of which `computes_masks` has the memory. Of the layers in
-    `traced`, the weights of attention are computed, too, which the fused op does not store.
+    `n_tokens` includes padding; `n_out` tokens have outputs. If layers are recurrent, the tokens are as many
+    of each of `n_sequences` sequences, one after the other; whole sequences may be padding.
+
+    Masks of several tokens larger than `MAX_UPLOADED` are computed by the devices of which `computes_masks`
+    has the memory. Of the layers in `traced`, the weights of attention are computed, too, which the fused op
+    does not store.
 
     Attributes:
         ids: Input: token numbers, i32 `[n_tokens]`.
         positions: Input: positions in their sequences, i32 `[n_tokens]`.
         cells: Input: the cells of the tokens in the KV cache, i64 `[n_tokens]`.
+        slots: Input: the slot of each sequence, i32 `[n_sequences]`.
         masks: Inputs: attention masks, 0 or -inf, f16 `[n_kv, n_tokens]`, by the index of their window in
             `TextConfig.windows`.
         spans: Inputs: the same in short form (`KvCache.spans`), from which a device computes large masks;
@@ -168,10 +172,11 @@ class TextGraph(LayersGraph):
         self,
         config: TextConfig,
         weights: Mapping[str, Tensor],
-        memory: KvCache,
+        memory: SequenceMemory,
         n_tokens: int,
         n_out: int,
         n_kv: int,
+        n_sequences: int,
         cache: ExpertCache | None,
         changes: Changes,
         computes_masks: Collection[BufferType] = (),
@@ -186,6 +191,8 @@ class TextGraph(LayersGraph):
         self.ids = self._input("ids", DType.I32, n_tokens)
         self.positions = self._input("positions", DType.I32, n_tokens)
         self.cells = self._input("cells", DType.I64, n_tokens)
+        self.slots = self._input("slots", DType.I32, n_sequences)
+        self.sizes = n_tokens // n_sequences, n_sequences
         self._windows = {window: i for i, window in enumerate(config.windows)}
         self.masks: dict[int, Tensor] = {}
         self.spans: dict[int, tuple[Tensor, Tensor]] = {}
@@ -206,38 +213,53 @@ class TextGraph(LayersGraph):
         sequences: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
         cells: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int32],
         chosen: npt.NDArray[np.int32],
     ) -> None:
-        """Write token ids, sequences, positions, KV cells and `chosen` tokens; cells are occupied already."""
+        """Write ids, sequences, positions, cells, slots and `chosen` tokens; cells are occupied already."""
         self.write_ids(self.ids, ids)
-        self.write(self.positions, positions)
-        self.write(self.cells, cells)
+        for tensor, values in ((self.positions, positions), (self.cells, cells), (self.slots, slots)):
+            if tensor.buffer is not None:  # unplaced where no node reads it
+                self.write(tensor, values)
         self.set_temperatures(positions)
         seen, windows = (sequences, positions, self._n_kv), self.config.windows
         for window, mask in self.masks.items():
-            self.write(mask, self._memory.mask(*seen, windows[window]))
+            self.write(mask, self._kv.mask(*seen, windows[window]))
         for window, tensors in self.spans.items():
-            values = self._memory.spans(*seen, windows[window])
-            for tensor, span in zip(tensors, values, strict=True):
+            spans = self._kv.spans(*seen, windows[window])
+            for tensor, span in zip(tensors, spans, strict=True):
                 self.write(tensor, span)
         if self._order is not None:
             self.write(self._order, np.arange(self._n_tokens, dtype=np.float16))
         if self.chosen is not None:
             self.write(self.chosen, chosen)
 
-    def set_token(self, number: int, position: int, cell: int, masks: Sequence[memoryview]) -> None:
-        """Write the inputs of a one-token graph: token number, position, KV cell and attention masks."""
+    def set_token(
+        self, number: int, position: int, cell: int, slot: int, masks: Sequence[memoryview]
+    ) -> None:
+        """Write the inputs of a one-token graph: token number, position, cell, slot and attention masks."""
         self.write_ids(self.ids, np.array([number], np.int32))
-        self.write_one(self.positions, position)
-        self.write_one(self.cells, cell)
+        for tensor, value in ((self.positions, position), (self.cells, cell), (self.slots, slot)):
+            if tensor.buffer is not None:  # unplaced where no node reads it
+                self.write_one(tensor, value)
         self.set_temperatures([position])
         for window, mask in self.masks.items():
             self.write(mask, masks[window])
 
+    @property
+    def _kv(self) -> KvCache:
+        """The KV cache, of a model with attention."""
+        assert self._memory.cells is not None
+        return self._memory.cells
+
+    def states(self, layer: int, name: str) -> Tensor:
+        """Return the table of a layer's states, a row for each slot."""
+        return self._memory.states(layer, name)
+
     def attend(self, attention: Attention, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write keys and values of the tokens to the KV cache, and return attention over it."""
         ctx, a = self.ctx, attention
-        keys, values = self._memory.keys[layer], self._memory.values[layer]
+        keys, values = self._kv.keys[layer], self._kv.values[layer]
         cached_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], key.ne[2]), self.cells)
         cached_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], value.ne[2]), self.cells)
         query = ctx.permute(query, 0, 2, 1, 3)
@@ -252,7 +274,7 @@ class TextGraph(LayersGraph):
 
     def _mask(self, layer: int) -> Tensor:
         """Return the attention mask of a layer: an input, or computed where the layer's keys are."""
-        attention, home = self.config.attentions[layer], self._memory.keys[layer].placed("attend").buft
+        attention, home = self.config.attentions[layer], self._kv.keys[layer].placed("attend").buft
         assert attention is not None
         window = self._windows[attention.window]
         name = f"window_mask_{attention.window}" if window else "mask"
@@ -278,58 +300,6 @@ def computed_mask(ctx: Context, centre: Tensor, half: Tensor, order: Tensor) -> 
     """
     distance = ctx.abs(ctx.sub(ctx.repeat_4d(centre, centre.ne[0], order.ne[1], 1, 1), order))
     return ctx.neg(ctx.relu(ctx.scale(ctx.sub(distance, half), 1e30)))
-
-
-class RecurrentGraph(LayersGraph):
-    """The graph for `n_tokens` more tokens of each of `n_sequences` sequences, of recurrent models.
-
-    The slots of the sequences are inputs: one graph serves every step of its sizes.
-
-    There are no padding tokens, because each token changes the states; sequences may be padded.
-
-    Attributes:
-        ids: Input: token numbers, one sequence after the other, i32 `[n_tokens * n_sequences]`.
-        slots: Input: the slot of each sequence, i32 `[n_sequences]`.
-        chosen: Input: tokens whose logits are computed, i32 `[n_out]`; `None` where all are, or none.
-        logits: Output: f32 `[n_vocab, n_out]`; `None` where `n_out` is 0.
-        hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`; `None` where `n_out` is 0.
-    """
-
-    def __init__(
-        self,
-        config: TextConfig,
-        weights: Mapping[str, Tensor],
-        memory: StateCache,
-        n_tokens: int,
-        n_sequences: int,
-        n_out: int,
-        changes: Changes,
-    ) -> None:
-        super().__init__(config, weights, False, changes)
-        self._memory = memory
-        self.sizes = (n_tokens, n_sequences)
-        n = n_tokens * n_sequences
-        self.ids = self._input("ids", DType.I32, n)
-        self.slots = self._input("slots", DType.I32, n_sequences)
-        self.chosen = self._input("chosen", DType.I32, n_out) if 0 < n_out < n else None
-        x = self._hidden(self.ids)
-        self.hidden: Tensor | None = None
-        self.logits: Tensor | None = None
-        if n_out:
-            self.hidden, self.logits = self._head(x)
-
-    def set_inputs(
-        self, ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], chosen: npt.NDArray[np.int32]
-    ) -> None:
-        """Write token ids, each sequence's state slot, and the indices `chosen` of tokens with outputs."""
-        self.write_ids(self.ids, ids)
-        self.write(self.slots, slots)
-        if self.chosen is not None:
-            self.write(self.chosen, chosen)
-
-    def states(self, layer: int, name: str) -> Tensor:
-        """Return the table of a layer's states, a row for each slot."""
-        return self._memory.tensors[name][layer]
 
 
 def heads_of(ctx: Context, cached: Tensor, n: int, n_kv: int, n_heads: int) -> Tensor:

@@ -48,7 +48,8 @@ def traced_parts(engine: Engine, tokens: Sequence[int], names: Sequence[str]) ->
 
     def trace(batch: Sequence[Token]) -> dict[str, Array]:
         found = engine.decoder.trace(batch, names)
-        engine.memory.has_nan |= not all(map(_is_finite, found.values()))
+        if not all(map(_is_finite, found.values())):
+            engine.memory.note_nan()
         return found
 
     return engine.parts(tokens, trace)

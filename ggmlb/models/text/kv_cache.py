@@ -25,8 +25,8 @@ SPARE = 128
 """Cells after the last, for padding tokens of a batch; nothing reads them."""
 
 
-class SequenceCache(ABC):
-    """Base class of the KV cache and of recurrent states, on the devices of the layers.
+class MemoryPart(ABC):
+    """Base class of the KV cache and of recurrent states, the parts of a `SequenceMemory`.
 
     Args:
         homes: A stream for each layer, on the device whose memory holds the layer's part.
@@ -73,6 +73,10 @@ class SequenceCache(ABC):
         self.nbytes = sum(tensor.nbytes for tensor in self._all)
 
     @abstractmethod
+    def length(self, sequence: int) -> int:
+        """Return the number of a sequence's tokens."""
+
+    @abstractmethod
     def fits(self, needs: Mapping[int, int]) -> bool:
         """Whether sequences fit beside the cached ones; `needs`: maximum tokens by sequence number."""
 
@@ -82,7 +86,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Return a sequence's state: its positions, and its part of each cached tensor by tensor name."""
+        """Return a sequence's part of each tensor by name, as bytes."""
 
     def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Raise a ModelError if a saved state does not fit this model or this type of cache.
@@ -105,7 +109,7 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Restore in a sequence the positions and cached values that `save` returned.
+        """Restore in a sequence without tokens what `save` returned; `state` has its positions, too.
 
         Raises:
             AllocationError: Too little is free.
@@ -117,7 +121,7 @@ class SequenceCache(ABC):
             buffer.free()
 
 
-class KvCache(SequenceCache):
+class KvCache(MemoryPart):
     """Keys and values of up to `n_cells` tokens for each layer.
 
     A cell holds one token of one sequence, at one position. Any cell may serve any sequence. Cells are set to
@@ -125,13 +129,13 @@ class KvCache(SequenceCache):
 
     Args:
         attentions: The attention of each layer.
-        homes: As for `SequenceCache`.
+        homes: As for `MemoryPart`.
         n_cells: Tokens of all sequences together.
         dtype: f16, q8_0, q4_0 or f32.
 
     Attributes:
         keys: By layer, `[n_key * n_head_kv, n_cells + SPARE]`.
-        values: By layer, `[n_value * n_head_kv, n_cells + SPARE]`.
+        values: By layer, `[n_value * n_head_kv, n_cells + SPARE]`; none where keys hold the values.
         n_used: Number of cells up to the last one in use.
 
     Raises:
@@ -152,7 +156,7 @@ class KvCache(SequenceCache):
                 )
         kinds = [{k: (n, n_cells + SPARE) for k, n in a.memory.items()} if a else {} for a in attentions]
         super().__init__(homes, n_cells, dtype, kinds)
-        self.keys, self.values = self.tensors["cache_k"], self.tensors["cache_v"]
+        self.keys, self.values = self.tensors["cache_k"], self.tensors.get("cache_v", {})
         self.n_used = 0
         self._first_free = 0  # no cell before it is free
         self._rows: dict[tuple[int, int], _MaskRow] = {}
@@ -241,10 +245,14 @@ class KvCache(SequenceCache):
         self._first_free = int((self.sequence == FREE).argmax())
         self._rows.clear()
 
+    def length(self, sequence: int) -> int:
+        """Return the number of a sequence's cells."""
+        return int(np.count_nonzero(self.sequence == sequence))
+
     def remove(self, sequence: int, start: int = 0) -> int:
         """Free a sequence's cells from position `start` on; return the number of tokens that remain."""
         self.release((self.sequence == sequence) & (self.position >= start))
-        return int(np.count_nonzero(self.sequence == sequence))
+        return self.length(sequence)
 
     def fits(self, needs: Mapping[int, int]) -> bool:
         """Whether sequences fit beside the cached ones; `needs`: maximum tokens by sequence number."""
@@ -305,21 +313,25 @@ class KvCache(SequenceCache):
     # -- state ---------------------------------------------------------------------------------
 
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Return positions, keys and values of a sequence, in the order of positions."""
-        cells = np.flatnonzero(self.sequence == sequence)
-        cells = cells[np.argsort(self.position[cells])]
+        """Return keys and values of a sequence, in the order of positions."""
+        cells = self.cells_of(sequence)
         self.before_access()
-        found: dict[str, npt.NDArray[Any]] = {"positions": self.position[cells]}
+        found: dict[str, npt.NDArray[Any]] = {}
         for tensor in self._all:
             n = (int(cells.max()) + 1 if cells.size else 0) * tensor.nb[1]
             found[tensor.name] = tensor.get(0, n).reshape(-1, tensor.nb[1])[cells]
         return found
 
+    def cells_of(self, sequence: int) -> npt.NDArray[np.int64]:
+        """Return the cells of a sequence, in the order of positions."""
+        cells = np.flatnonzero(self.sequence == sequence)
+        return cells[np.argsort(self.position[cells])]
+
     def _saved_shape(self, tensor: Tensor, n: int) -> tuple[int, ...]:
         return n, tensor.nb[1]
 
     def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Restore in a sequence the positions, keys and values that `save` returned."""
+        """Restore in a sequence the keys and values that `save` returned."""
         positions = state["positions"]
         cells = self.find_cells(positions.size)
         self.before_access()

@@ -43,8 +43,9 @@ class ModelLayout:
         head = "output.weight" if "output.weight" in file else "token_embd.weight"
         self.output = {
             "output.weight": Source((head,), table, is_matrix=True, is_multiplied=True),
-            **self._of("", [Weight("output_norm.weight", (c.n_embd,))]),
+            "output_norm.weight": Source((f"{c.output_norm}.weight",), (c.n_embd,), is_matrix=False),
         }
+        self._check(f"{c.output_norm}.weight", (c.n_embd,))
         n = next((a.rope.n_dims // 2 for a in c.attentions if a and a.rope), 0)
         factors = [name for name in file if n and name.startswith("rope_f")]
         self.factors = {name: Source((name,), (n,), is_matrix=False) for name in factors}

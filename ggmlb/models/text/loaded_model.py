@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ggmlb import Backend, BufferType, Tensor
+from ggmlb import Backend, Buffer, BufferType, Tensor
 from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.interface.memory_table import MemoryTable
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT
 from ggmlb.models.text.adapter import Adapter, FactorSource
 from ggmlb.models.text.changes import Changes
-from ggmlb.models.text.decoder import BaseDecoder, Decoder
+from ggmlb.models.text.decoder import Decoder
 from ggmlb.models.text.experts import ON_HOST, ExpertCache
-from ggmlb.models.text.kv_cache import KvCache, SequenceCache
-from ggmlb.models.text.recurrent import RecurrentDecoder
-from ggmlb.models.text.state_cache import StateCache
+from ggmlb.models.text.memory import SequenceMemory
 from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ class LoadedModel:
     Attributes:
         weights: The memory of the weights.
         tensors: The weights, by the names of the file.
-        memory: The KV cache, or recurrent states.
+        memory: The KV cache, recurrent states, or both.
         decoder: Computes batches.
         experts: The cache of experts; `None` if there is none.
         changes: As given.
@@ -76,8 +74,6 @@ class LoadedModel:
             if source.is_matrix
         }
         self.experts: ExpertCache | None = None
-        self.memory: SequenceCache
-        self.decoder: BaseDecoder[Any]
         with ExitStack() as resources:
             self.weights = Weights(layout.file, None, overrides)
             resources.callback(self.weights.free)
@@ -87,17 +83,13 @@ class LoadedModel:
             if params.expert_cache is not None:
                 self.experts = ExpertCache(config, weights, homes, params.expert_cache)
                 resources.callback(self.experts.free)
-            if config.is_recurrent:
-                with _no_room_for(params.n_ctx):
-                    self.memory = states = StateCache(config.recurrents, kv_homes, params.n_ctx)
-                self.decoder = RecurrentDecoder(config, weights, states, streams, changes, params.n_ubatch)
-            else:
-                with _no_room_for(params.n_ctx):
-                    self.memory = cells = KvCache(config.attentions, kv_homes, params.n_ctx, params.kv_type)
-                self.decoder = Decoder(
-                    config, weights, cells, streams, changes, params.n_ubatch, self.experts, kv_moved
-                )
+            mixers = config.attentions, config.recurrents
+            with _no_room_for(params.n_ctx):
+                self.memory = SequenceMemory(*mixers, kv_homes, params.n_ctx, params.kv_type)
             resources.callback(self.memory.free)
+            self.decoder = Decoder(
+                config, weights, self.memory, streams, changes, params.n_ubatch, self.experts, kv_moved
+            )
             resources.callback(self.decoder.free)
             self.decoder.reserve()
             self._resources = resources.pop_all()
@@ -106,7 +98,7 @@ class LoadedModel:
     def table(self) -> MemoryTable:
         """The memory of each device, by kind (weights, KV cache, compute)."""
         adapters = [space for adapter in self.changes.adapters for space in adapter.spaces]
-        buffers = {"kv": self.memory.buffers, "compute": self.decoder.buffers}
+        buffers: dict[str, Sequence[Buffer]] = {"kv": self.memory.buffers, "compute": self.decoder.buffers}
         if self.experts is not None:
             buffers["experts"] = self.experts.buffers
         spaces = {

@@ -185,7 +185,7 @@ class TextModel(ModelOnDevices):
         """
         memory, facts = self.memory, gguf_facts(self.file)
         context = f"{self.n_ctx:,} tokens" + (
-            "" if self.config.is_recurrent else f", {self._planner.params.kv_type.name.lower()} KV cache"
+            f", {self._planner.params.kv_type.name.lower()} KV cache" if self.config.has_kv else ""
         )
         about = {
             "architecture": f"{self.config.name}, {self.config.n_layer} layers of {self.config.n_embd}",

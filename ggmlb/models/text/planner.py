@@ -21,12 +21,11 @@ from ggmlb.models.text.adapter import AdapterFile, FactorSource
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.cost import Cost
 from ggmlb.models.text.decoder import N_BATCH
-from ggmlb.models.text.kv_cache import KvCache
 from ggmlb.models.text.layout import ModelLayout
 from ggmlb.models.text.loaded_model import LoadedModel
+from ggmlb.models.text.memory import SequenceMemory
 from ggmlb.models.text.placement import KV_NAMES, Placement, ResolvedPlacement, is_expert
 from ggmlb.models.text.shards import Shards
-from ggmlb.models.text.state_cache import StateCache
 from ggmlb.models.weights import Source, Weights
 from ggmlb.runtime.alloc import override_for
 
@@ -413,15 +412,11 @@ class Planner:
             weights.free()
 
     def _kv_size(self, layer: int, backend: Backend) -> int:
-        """The size of a layer's KV cache, or recurrent states [bytes]."""
+        """The size of a layer's KV cache and recurrent states [bytes]."""
         config, params = self.config, self.params
         with ExitStack() as resources:
-            memory: KvCache | StateCache
-            if config.is_recurrent:
-                memory = StateCache(config.recurrents[layer : layer + 1], [backend], params.n_ctx)
-            else:
-                attention = config.attentions[layer : layer + 1]
-                memory = KvCache(attention, [backend], params.n_ctx, params.kv_type)
+            mixers = [config.attentions[layer]], [config.recurrents[layer]]
+            memory = SequenceMemory(*mixers, [backend], params.n_ctx, params.kv_type)
             resources.callback(memory.free)
             inner = [each for buffer in memory.buffers for each in buffer.allocations]
             return _most([(each.buft, each.size) for each in inner], backend)

@@ -68,7 +68,7 @@ class Session:
         devices = dict.fromkeys(device_of(b.buft) for buffer in memory.buffers for b in buffer.allocations)
         return (
             f"<Session: {len(self.tokens):,} of {memory.n_cells:,} tokens of context, "
-            f"{memory.dtype.name.lower()} {memory.kind} of {readable_size(memory.nbytes)} on "
+            f"{memory} of {readable_size(memory.nbytes)} on "
             f"{', '.join(devices)}>"
         )
 

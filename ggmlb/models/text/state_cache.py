@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, DType, Tensor
 from ggmlb.core.errors import AllocationError
 from ggmlb.models.text.blocks import Recurrent
-from ggmlb.models.text.kv_cache import SequenceCache
+from ggmlb.models.text.kv_cache import MemoryPart
 
 N_SLOTS = 16
 """Sequences whose states fit at once."""
 
 
-class StateCache(SequenceCache):
+class StateCache(MemoryPart):
     """The states of each recurrent layer after the last token of each sequence.
 
     A sequence gets a slot with its first token, whose states are set to 0 then. Earlier states cannot be
@@ -25,7 +24,7 @@ class StateCache(SequenceCache):
 
     Args:
         recurrents: The recurrent block of each layer.
-        homes: As for `SequenceCache`.
+        homes: As for `MemoryPart`.
         n_cells: Most tokens of a sequence.
 
     Attributes:
@@ -92,24 +91,18 @@ class StateCache(SequenceCache):
     # -- state ---------------------------------------------------------------------------------
 
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Return a sequence's positions and recurrent states, the states by tensor name."""
-        found: dict[str, npt.NDArray[Any]] = {"positions": np.arange(self.length(sequence), dtype=np.int32)}
+        """Return a sequence's states by tensor name, as bytes."""
         slot = self._slots.get(sequence, self.spare)
         self.before_access()
-        for tensor in self._all:
-            found[tensor.name] = tensor.get(slot * tensor.nb[1], tensor.nb[1])
-        return found
+        return {tensor.name: tensor.get(slot * tensor.nb[1], tensor.nb[1]) for tensor in self._all}
 
     def _saved_shape(self, tensor: Tensor, n: int) -> tuple[int, ...]:
         return (tensor.nb[1],)
 
     def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Restore in a sequence the positions and recurrent states that `save` returned."""
-        n = state["positions"].size
-        if not n:
-            return
+        """Restore in a sequence the states that `save` returned."""
         slot = self.slot_of(sequence)
         self.before_access()
         for tensor in self._all:
             tensor.set(state[tensor.name], slot * tensor.nb[1])
-        self._lengths[sequence] = n
+        self._lengths[sequence] = state["positions"].size

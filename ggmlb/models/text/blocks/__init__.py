@@ -1,13 +1,23 @@
 """Blocks: the parts of which the layers of language models consist; each has its weights and its nodes."""
 
-from ggmlb.models.text.blocks.attention import Attention, Rope, attentions, base_in_windows, windowed
+from ggmlb.models.text.blocks.attention import (
+    Attention,
+    Rope,
+    attention_or,
+    attentions,
+    base_in_windows,
+    windowed,
+)
 from ggmlb.models.text.blocks.block import Block, Parallel, Recurrent, Slices, Weight
+from ggmlb.models.text.blocks.convolution import ShortConv
 from ggmlb.models.text.blocks.feed_forward import (
     Experts,
     FeedForward,
     dense_or_experts,
     experts,
     feed_forwards,
+    leading_dense,
+    routing,
 )
 from ggmlb.models.text.blocks.layer import NONE, POST, Layer, Residual, decoder_layers
 from ggmlb.models.text.blocks.mamba import Mamba
@@ -25,13 +35,17 @@ __all__ = [
     "Recurrent",
     "Residual",
     "Rope",
+    "ShortConv",
     "Slices",
     "Weight",
+    "attention_or",
     "attentions",
     "base_in_windows",
     "decoder_layers",
     "dense_or_experts",
     "experts",
     "feed_forwards",
+    "leading_dense",
+    "routing",
     "windowed",
 ]

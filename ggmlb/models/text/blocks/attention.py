@@ -252,15 +252,24 @@ def hidden_tokens(
 # -- metadata ----------------------------------------------------------------------------------
 
 
-def attentions(keys: Keys, mode: RopeType, **options: Any) -> list[Attention]:
-    """Read the attention of each layer, with RoPE and without a window; `options`: fields of `Attention`.
+def attentions(
+    keys: Keys, mode: RopeType, n_head_kv: Sequence[int] | None = None, **options: Any
+) -> list[Attention]:
+    """Read the attention of each layer, with RoPE and without a window.
+
+    Args:
+        keys: The metadata.
+        mode: Of RoPE.
+        n_head_kv: KV heads of each layer; `None`: those of the file.
+        options: Fields of `Attention`.
 
     Raises:
         ModelError: Metadata is missing or wrong.
     """
     n_embd = keys.n_embd
     n_head = keys.counts("attention.head_count", most=n_embd)
-    n_head_kv = keys.counts("attention.head_count_kv", n_head, most=n_head)
+    if n_head_kv is None:
+        n_head_kv = keys.counts("attention.head_count_kv", n_head, most=n_head)
     for n, n_kv in zip(n_head, n_head_kv, strict=True):
         if n % n_kv:
             raise keys.error("attention.head_count_kv", f"it is {n_kv}; it must divide the {n} heads")
@@ -271,6 +280,17 @@ def attentions(keys: Keys, mode: RopeType, **options: Any) -> list[Attention]:
         Attention(n, n_kv, n_key, n_value, is_fused=f"blk.{i}.attn_qkv.weight" in keys.file, **options)
         for i, (n, n_kv) in enumerate(zip(n_head, n_head_kv, strict=True))
     ]
+
+
+def attention_or(keys: Keys, mode: RopeType, other: Block, **options: Any) -> list[Block]:
+    """Read the attention of the layers that have KV heads; the other layers have the block `other`.
+
+    Raises:
+        ModelError: Metadata is missing or wrong.
+    """
+    n_head_kv = keys.counts("attention.head_count_kv", least=0)
+    found = attentions(keys, mode, [n or 1 for n in n_head_kv], **options)
+    return [attention if n else other for attention, n in zip(found, n_head_kv, strict=True)]
 
 
 def windowed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,6 +96,11 @@ class Experts(Block):
         weighting: How the router's scores become weights of the chosen experts: their share of the soft max
             of all scores, the same divided by their sum, or the soft max of the chosen scores.
         has_biases: Whether the products have biases.
+        is_sigmoid: Whether shares are sigmoids of the scores instead of their soft max.
+        has_choice_bias: Whether a bias is added to the shares by which experts are chosen.
+        scale: Factor of the weights of the chosen experts.
+        n_group: Groups of experts, of which the best are chosen first, by their two best experts; 1: none.
+        n_group_used: Groups from which experts are chosen.
     """
 
     output = "ffn_out"
@@ -106,6 +111,11 @@ class Experts(Block):
     activation: Activation = "swiglu"
     weighting: Literal["share", "normalised share", "chosen"] = "normalised share"
     has_biases: bool = False
+    is_sigmoid: bool = False
+    has_choice_bias: bool = False
+    scale: float = 1.0
+    n_group: int = 1
+    n_group_used: int = 1
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of the router and of all experts."""
@@ -116,6 +126,8 @@ class Experts(Block):
             if self.has_biases:
                 slices = Slices(0, (1,), self.n_ff, "ff") if axis else None
                 found.append(Weight(name.removesuffix("weight") + "bias", shape[:2], slices=slices))
+        if self.has_choice_bias:
+            found.append(Weight("exp_probs_b.bias", (self.n,)))
         return [*found, Weight("ffn_gate_inp.bias", (self.n,))] if self.has_biases else found
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
@@ -124,8 +136,9 @@ class Experts(Block):
         n_embd, n = x.ne[0], x.ne[1]
         shares = graph.product(at + "ffn_gate_inp", x)
         if self.weighting != "chosen":
-            shares = graph.label(at + "ffn_shares", ctx.soft_max(shares))
-        chosen = graph.label(at + "ffn_chosen", ctx.top_k(shares, self.n_used))
+            shares = ctx.sigmoid(shares) if self.is_sigmoid else ctx.soft_max(shares)
+            shares = graph.label(at + "ffn_shares", shares)
+        chosen = graph.label(at + "ffn_chosen", self._chosen(graph, at, shares))
         weights = ctx.get_rows(ctx.reshape_3d(shares, 1, self.n, n), chosen)
         if self.weighting != "share":
             weights = ctx.reshape_2d(weights, self.n_used, n)
@@ -134,6 +147,8 @@ class Experts(Block):
             else:
                 weights = ctx.div(weights, ctx.clamp(ctx.sum_rows(weights), MIN_EXPERT_SUM, math.inf))
             weights = ctx.reshape_3d(weights, 1, self.n_used, n)
+        if self.scale != 1:
+            weights = ctx.scale(weights, self.scale)
         rows = ctx.reshape_3d(x, n_embd, 1, n)
         slots, matrices = graph.expert_matrices(layer, chosen)
         gate, up = (graph.expert_product(at + KINDS[i], matrices[i], rows, slots, chosen) for i in range(2))
@@ -148,6 +163,23 @@ class Experts(Block):
         for part in parts[1:]:
             total = ctx.add(total, part)
         return total if self.n_used > 1 else ctx.cont(total)
+
+    def _chosen(self, graph: LayersGraph, at: str, shares: Tensor) -> Tensor:
+        """Return the indices of the chosen experts, `[n_used, n_tokens]`."""
+        ctx, n = graph.ctx, shares.ne[1]
+        if self.has_choice_bias:
+            shares = ctx.add(shares, graph.weights[at + "exp_probs_b.bias"])
+        if self.n_group > 1:
+            size = self.n // self.n_group
+            groups = ctx.reshape_3d(shares, size, self.n_group, n)
+            best = ctx.top_k(groups, 2)
+            best = ctx.get_rows(ctx.reshape_4d(groups, 1, size, self.n_group, n), best)
+            sums = ctx.reshape_2d(ctx.sum_rows(ctx.reshape_3d(best, 2, self.n_group, n)), self.n_group, n)
+            used = ctx.top_k(sums, self.n_group_used)
+            kept = ctx.get_rows(groups, used)
+            shares = ctx.set_rows(ctx.fill(groups, -math.inf), kept, used)
+            shares = ctx.reshape_2d(shares, self.n, n)
+        return ctx.top_k(shares, self.n_used)
 
 
 def feed_forwards(keys: Keys, activation: Activation = "swiglu") -> list[FeedForward]:
@@ -192,3 +224,42 @@ def experts(keys: Keys, has_own_size: bool = True, **options: Any) -> list[Exper
             raise keys.error("feed_forward_length", f"it is {n_ff}; it must be 1 or more")
         found.append(Experts(n, n_used, size, **options))
     return found
+
+
+def routing(keys: Keys, is_sigmoid: bool | None = None) -> dict[str, Any]:
+    """Read how a router chooses and weighs experts: fields of `Experts`.
+
+    Args:
+        keys: The metadata.
+        is_sigmoid: What the shares are if the file does not say; `None`: it must.
+
+    Raises:
+        ModelError: Metadata is missing or wrong.
+    """
+    default = None if is_sigmoid is None else 1 + is_sigmoid
+    gating = keys.count("expert_gating_func", default, 0, 4) or default
+    if gating not in (1, 2):
+        raise keys.error("expert_gating_func", f"it is {gating}; supported: 1 (soft max) and 2 (sigmoid)")
+    n, n_group = keys.count("expert_count", 1), keys.count("expert_group_count", 0, 0) or 1
+    if n % n_group or (n_group > 1 and n // n_group < 2):
+        raise keys.error("expert_group_count", f"it is {n_group}; {n} experts cannot have so many groups")
+    used = keys.count("expert_group_used_count", n_group if n_group > 1 else 0, 0)
+    if n_group > 1 and not 1 <= used <= n_group:
+        raise keys.error("expert_group_used_count", f"it is {used}; give 1 to {n_group}")
+    return {
+        "is_sigmoid": gating == 2,
+        "weighting": "normalised share" if keys.flag("expert_weights_norm", False) else "share",
+        "scale": keys.real("expert_weights_scale", 0.0) or 1.0,
+        "n_group": n_group,
+        "n_group_used": used if n_group > 1 else 1,
+    }
+
+
+def leading_dense(keys: Keys, mixtures: Iterable[Block]) -> list[Block]:
+    """Return dense feed-forward parts of the first `leading_dense_block_count` layers, then `mixtures`.
+
+    Raises:
+        ModelError: Metadata is missing or wrong.
+    """
+    n = keys.count("leading_dense_block_count", 0, 0)
+    return [*feed_forwards(keys)[:n], *list(mixtures)[n:]]

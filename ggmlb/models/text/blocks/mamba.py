@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb import Tensor
 from ggmlb.models.text.blocks.block import Recurrent, Weight
+from ggmlb.models.text.blocks.convolution import convolve
 
 if TYPE_CHECKING:
     from ggmlb.models.text.graph import LayersGraph
@@ -77,27 +78,13 @@ class Mamba(Recurrent):
             )
             for i in range(2)
         )  # fmt: skip
-        x = graph.label(at + "ssm_conv", self._convolve(graph, layer, x))
+        x = ctx.add(convolve(graph, layer, x, "ssm_conv1d.weight"), w[at + "ssm_conv1d.bias"])
+        x = graph.label(at + "ssm_conv", ctx.silu(x))
         y = ctx.add(self._scan(graph, layer, x), ctx.mul(x, w[at + "ssm_d"]))
         y = ctx.swiglu_split(ctx.cont(gate), graph.label(at + "ssm_scan", y))
         y = graph.label(at + "ssm_act", y)
         y = graph.product(at + "ssm_out", ctx.reshape_2d(y, self.n_inner, n_tokens * n_sequences))
         return graph.outputs_of(layer, y)
-
-    def _convolve(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
-        """The convolution over each channel's last inputs, then silu: `[n_inner, n_tokens, n_sequences]`."""
-        ctx, w, at = graph.ctx, graph.weights, f"blk.{layer}."
-        n_tokens, n_sequences = graph.sizes
-        n_kept = self.n_conv - 1
-        table = graph.states(layer, "state_conv")
-        kept = ctx.reshape_3d(ctx.get_rows(table, graph.slots), n_kept, self.n_inner, n_sequences)
-        seen = ctx.concat(kept, ctx.cont(ctx.transpose(x)), 0)
-        last = ctx.view_3d(
-            seen, n_kept, self.n_inner, n_sequences, seen.nb[1], seen.nb[2], n_tokens * seen.nb[0]
-        )
-        graph.keep(table, ctx.cont(last))
-        y = ctx.ssm_conv(seen, w[at + "ssm_conv1d.weight"])
-        return ctx.silu(ctx.add(y, w[at + "ssm_conv1d.bias"]))
 
     def _scan(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """The selective scan: `[n_inner, n_tokens, n_sequences]`."""

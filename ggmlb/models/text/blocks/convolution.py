@@ -1,0 +1,77 @@
+"""Convolutions over the last tokens of a sequence, and the block of LFM2 that consists of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ggmlb import Tensor
+from ggmlb.models.text.blocks.block import Recurrent, Weight
+
+if TYPE_CHECKING:
+    from ggmlb.models.text.graph import LayersGraph
+
+
+def convolve(graph: LayersGraph, layer: int, x: Tensor, weight: str) -> Tensor:
+    """Return the convolution of each channel with its last inputs, which the state `state_conv` keeps.
+
+    Args:
+        graph: The graph.
+        layer: The layer.
+        x: Inputs, `[n_channels, n_tokens, n_sequences]`.
+        weight: Name in the layer of the kernel, `[n_conv, n_channels]`.
+
+    Returns:
+        `[n_channels, n_tokens, n_sequences]`.
+    """
+    ctx, kernel = graph.ctx, graph.weights[f"blk.{layer}.{weight}"]
+    n_channels, n_tokens, n_sequences = x.ne[:3]
+    n_kept = kernel.ne[0] - 1
+    table = graph.states(layer, "state_conv")
+    kept = ctx.reshape_3d(ctx.get_rows(table, graph.slots), n_kept, n_channels, n_sequences)
+    seen = ctx.concat(kept, ctx.cont(ctx.transpose(x)), 0)
+    last = ctx.view_3d(seen, n_kept, n_channels, n_sequences, seen.nb[1], seen.nb[2], n_tokens * seen.nb[0])
+    graph.keep(table, ctx.cont(last))
+    return ctx.ssm_conv(seen, kernel)
+
+
+@dataclass(frozen=True)
+class ShortConv(Recurrent):
+    """A convolution over few tokens, between two gates.
+
+    Attributes:
+        n_conv: Width of the convolution [tokens].
+        n_channels: Channels: elements of a hidden state.
+    """
+
+    output = "conv_out"
+
+    n_conv: int
+    n_channels: int
+
+    @property
+    def states(self) -> Mapping[str, int]:
+        """Elements of the convolution's last inputs."""
+        return {"state_conv": (self.n_conv - 1) * self.n_channels}
+
+    def weights(self, n_embd: int) -> Sequence[Weight]:
+        """Return the weights of the products and the convolution."""
+        return [
+            Weight("shortconv.in_proj.weight", (3 * self.n_channels, n_embd), "product"),
+            Weight("shortconv.conv.weight", (self.n_channels, self.n_conv)),
+            Weight("shortconv.out_proj.weight", (n_embd, self.n_channels), "product"),
+        ]
+
+    def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
+        """Add the nodes of a layer to a graph: each token is mixed with the last ones of its sequence."""
+        ctx, at, n = graph.ctx, f"blk.{layer}.", self.n_channels
+        found = graph.product(at + "shortconv.in_proj", x)
+        before, after, x = (
+            ctx.view_2d(found, n, found.ne[1], found.nb[1], i * n * found.nb[0]) for i in range(3)
+        )
+        y = convolve(
+            graph, layer, ctx.reshape_3d(ctx.mul(before, x), n, *graph.sizes), "shortconv.conv.weight"
+        )
+        y = graph.label(at + "shortconv", ctx.mul(after, ctx.reshape_2d(y, n, found.ne[1])))
+        return graph.outputs_of(layer, graph.product(at + "shortconv.out_proj", y))

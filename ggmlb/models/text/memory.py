@@ -1,0 +1,145 @@
+"""SequenceMemory: what a language model keeps of the earlier tokens of sequences, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Backend, Buffer, DType, Tensor
+from ggmlb.models.text.blocks import Attention, Recurrent
+from ggmlb.models.text.kv_cache import KvCache, MemoryPart
+from ggmlb.models.text.state_cache import StateCache
+
+
+class SequenceMemory:
+    """Keys and values of the layers with attention, and states of recurrent layers; a layer may have both.
+
+    Args:
+        attentions: The attention of each layer; `None` where there is none.
+        recurrents: The recurrent block of each layer; `None` where there is none.
+        homes: A stream for each layer, on the device whose memory holds the layer's part.
+        n_cells: Context size [tokens].
+        kv_type: Type of keys and values.
+
+    Attributes:
+        cells: Keys and values; `None` if no layer has attention.
+        slots: Recurrent states; `None` if no layer is recurrent.
+        parts: Those of both that there are.
+        n_cells: As given.
+
+    Raises:
+        ArgumentError: The type's blocks do not divide a head.
+        AllocationError: A device lacks room.
+    """
+
+    def __init__(
+        self,
+        attentions: Sequence[Attention | None],
+        recurrents: Sequence[Recurrent | None],
+        homes: Sequence[Backend],
+        n_cells: int,
+        kv_type: DType,
+    ) -> None:
+        self.n_cells = n_cells
+        self.parts: list[MemoryPart] = []
+        self.cells: KvCache | None = None
+        self.slots: StateCache | None = None
+        try:
+            if any(attentions):
+                self.cells = KvCache(attentions, homes, n_cells, kv_type)
+                self.parts.append(self.cells)
+            if any(recurrents):
+                self.slots = StateCache(recurrents, homes, n_cells)
+                self.parts.append(self.slots)
+        except BaseException:
+            self.free()
+            raise
+
+    def __str__(self) -> str:
+        """The parts, with their types."""
+        return " and ".join(f"{part.dtype.name.lower()} {part.kind}" for part in self.parts)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers of all parts."""
+        return tuple(buffer for part in self.parts for buffer in part.buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors [bytes]."""
+        return sum(part.nbytes for part in self.parts)
+
+    def wait_by(self, wait: Callable[[], object]) -> None:
+        """Set what is called before the host reads or writes tensors: it waits for queued work."""
+        for part in self.parts:
+            part.before_access = wait
+
+    def note_nan(self) -> None:
+        """Note that the memory may hold NaN."""
+        for part in self.parts:
+            part.has_nan = True
+
+    # -- sequences -----------------------------------------------------------------------------
+
+    def length(self, sequence: int) -> int:
+        """Return the number of a sequence's tokens."""
+        return min(part.length(sequence) for part in self.parts)
+
+    def advance(self, sequences: Sequence[int], n: int) -> None:
+        """Count `n` tokens, as many of each of the sequences, as included in their recurrent states."""
+        if self.slots is not None:
+            for sequence in sequences:
+                self.slots.advance(sequence, n // len(sequences))
+
+    def fits(self, needs: Mapping[int, int]) -> bool:
+        """Whether sequences fit beside the present ones; `needs`: maximum tokens by sequence number."""
+        return all(part.fits(needs) for part in self.parts)
+
+    def remove(self, sequence: int, start: int = 0) -> int:
+        """Remove a sequence's tokens from position `start` on; return the number of tokens that remain.
+
+        Recurrent states cannot be restored, so that with them none remain unless `start` is the end.
+        """
+        for part in reversed(self.parts):  # states first: they decide
+            start = part.remove(sequence, start)
+        return start
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+        """Return a sequence's state: its positions, and its part of each tensor by name, as bytes."""
+        found: dict[str, npt.NDArray[Any]] = {"positions": np.arange(self.length(sequence), dtype=np.int32)}
+        for part in self.parts:
+            found |= part.save(sequence)
+        return found
+
+    def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raise a ModelError if a saved state does not fit this model or this type of cache.
+
+        Raises:
+            ModelError: It is of another model, or of another type of KV cache.
+        """
+        for part in self.parts:
+            part.check(state)
+
+    def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Restore in a sequence the state that `save` returned.
+
+        Raises:
+            AllocationError: Too little is free.
+        """
+        for part in self.parts if state["positions"].size else ():
+            part.load(sequence, state)
+
+    def states(self, layer: int, name: str) -> Tensor:
+        """Return the table of a layer's states, a row for each slot."""
+        assert self.slots is not None
+        return self.slots.tensors[name][layer]
+
+    def free(self) -> None:
+        """Free the memory."""
+        for part in self.parts:
+            part.free()
