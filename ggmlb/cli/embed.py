@@ -24,7 +24,7 @@ def embed(
         ),
     ],
     output_file: Annotated[
-        Path, typer.Option("--output", metavar="FILE", help="File to write: .npy, float32 (n_texts, 384).")
+        Path, typer.Option("--output", metavar="FILE", help="File to write: .npy, float32 (n_texts, n_embd).")
     ],
     model: ModelOption = None,
     devices: DevicesOption = None,

@@ -174,7 +174,10 @@ LayersOption = Annotated[
 ModelOption = Annotated[
     Path | None,
     typer.Option(
-        "--model", "-m", metavar="DIR", help="Model folder (default: the installed all-MiniLM-L6-v2)."
+        "--model",
+        "-m",
+        metavar="PATH",
+        help="Model folder or GGUF file (default: the installed all-MiniLM-L6-v2).",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""BERT encoders: configuration, weights, and the graph from tokens to embeddings.
+"""BERT and later encoders: configuration, weights, and the graph from tokens to embeddings or scores.
 
 The graph uses the public API only: any device that runs its ops runs the model, and the scheduler
 sends each layer to the device that holds the layer's weights.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import RopeType
 from ggmlb.core.errors import ModelError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
@@ -24,6 +24,7 @@ from ggmlb.parallel.meta import SplitAxis, SplitState, split_evenly
 
 if TYPE_CHECKING:
     from ggmlb.models.folder import ModelFolder
+    from ggmlb.models.gguf import GgufFile
     from ggmlb.models.tensor_file import TensorFile
     from ggmlb.models.tokens import Tokens
 
@@ -33,11 +34,24 @@ ACTIVATIONS: dict[str, Callable[[Context, Tensor], Tensor]] = {
     "gelu_pytorch_tanh": Context.gelu,
     "relu": Context.relu,
     "silu": Context.silu,
+    "swiglu": Context.swiglu,
+    "geglu": Context.geglu,
+    "geglu_erf": Context.geglu_erf,
+    "tanh": Context.tanh,
 }
-"""Op by `hidden_act` in config.json; BERT's "gelu" is the exact GELU."""
+"""Activations; names as `hidden_act` in config.json. BERT's "gelu" is the exact GELU.
+
+The gated ones read a product of twice the size, whose first half is activated.
+"""
+
+OF_FOLDERS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+GATED = ("swiglu", "geglu", "geglu_erf")
+SEPARATE = ("query", "key", "value")
 
 QUANTUM = 32
 """Block size of ggml's smaller quantised types."""
+
+_KINDS = (("weight", 1), ("bias", 0))
 
 L2_EPS = 1e-12
 """Smallest norm that an embedding is divided by."""
@@ -58,7 +72,12 @@ class BertConfig:
         norm_eps: Added to the variance in layer norms.
         activation: Key of `ACTIVATIONS`.
         n_max: Longest sequence used; longer texts are truncated.
-        pooling: `"mean"` of all tokens, or `"cls"`, the first.
+        pooling: `"mean"` of all tokens, or `"cls"`, the first, or `"last"`.
+        ropes: RoPE's base in each layer; empty: positions have embeddings.
+        windows: Tokens of each layer's window, half before a token and half after it; 0, or empty: all.
+        norms_first: Whether norms are of the inputs of attention and feed-forward part, not of the sums.
+        n_score: Scores of a text (of a reranker); 0: it has an embedding.
+        score_activation: Key of `ACTIVATIONS`, of the hidden state that scores are made of.
     """
 
     n_layer: int
@@ -72,6 +91,11 @@ class BertConfig:
     activation: str
     n_max: int
     pooling: str
+    ropes: tuple[float, ...] = ()
+    windows: tuple[int, ...] = ()
+    norms_first: bool = False
+    n_score: int = 0
+    score_activation: str = "tanh"
 
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> BertConfig:
@@ -115,40 +139,10 @@ class BertConfig:
             n_ctx=n_ctx,
             n_type=count("type_vocab_size"),
             norm_eps=eps,
-            activation=one_of("hidden_act", *ACTIVATIONS),
+            activation=one_of("hidden_act", *OF_FOLDERS),
             n_max=min(_limit(folder) or n_ctx, n_ctx),
             pooling=_pooling(folder),
         )
-
-    def check_file(self, file: TensorFile) -> str:
-        """Check that the file has all weights, in the right shapes; return the prefix of their names.
-
-        Returns:
-            The prefix of the names of its weights.
-
-        Raises:
-            ModelError: It lacks one, or has it in another shape, or not in floating point.
-        """
-        # Some checkpoints hold the encoder inside a larger model.
-        prefix = "bert." if any(name.startswith("bert.") for name in file) else ""
-        layers = (self.layer_sources(prefix, layer) for layer in range(self.n_layer))
-        for sources in chain([self.embedding_sources(prefix)], layers):
-            for source in sources.values():
-                for name in source.names:
-                    file.entry(name, source.shape)
-        return prefix
-
-    def embedding_sources(self, prefix: str) -> dict[str, Source]:
-        """Return the file's tensors that make each embedding weight; `prefix` begins the tensors' names."""
-        n = self.n_embd
-        return {
-            "tokens": _matrix(n, self.n_vocab, prefix + "embeddings.word_embeddings")._replace(
-                is_multiplied=False
-            ),
-            "positions": _vectors((self.n_ctx, n), prefix + "embeddings.position_embeddings.weight"),
-            "types": _vectors((self.n_type, n), prefix + "embeddings.token_type_embeddings.weight"),
-            **_norm("norm", n, prefix + "embeddings.LayerNorm"),
-        }
 
     def split_state(self, weight: Tensor, n_devices: int) -> SplitState:
         """Return how a weight is split over a meta device (tensor parallelism).
@@ -157,12 +151,15 @@ class BertConfig:
         two sums over the devices: after the last products of attention and of the feed-forward part.
         """
         part = weight.name.rpartition("layer.")[2].partition(".")[2]
+        head, n_up = self.n_embd // self.n_head, 1 + (self.activation in GATED)
+        separate = {f"{name}.{kind}": (axis, 1, head) for name in SEPARATE for kind, axis in _KINDS}
         axis, n_parts, size = {
-            "qkv.weight": (1, 3, self.n_embd // self.n_head),
-            "qkv.bias": (0, 3, self.n_embd // self.n_head),
-            "attn_out.weight": (0, 1, self.n_embd // self.n_head),
-            "ff_up.weight": (1, 1, 1),
-            "ff_up.bias": (0, 1, 1),
+            **separate,
+            "qkv.weight": (1, 3, head),
+            "qkv.bias": (0, 3, head),
+            "attn_out.weight": (0, 1, head),
+            "ff_up.weight": (1, n_up, 1),
+            "ff_up.bias": (0, n_up, 1),
             "ff_down.weight": (0, 1, 1),
         }.get(part, (0, 0, 1))
         # Slices of rows are whole blocks, on the device that has the same rows of the preceding product.
@@ -172,21 +169,9 @@ class BertConfig:
             return SplitState(SplitAxis.MIRRORED)
         return SplitState(SplitAxis(axis), (split_evenly(n, n_devices, size),) * n_parts)
 
-    def layer_sources(self, prefix: str, layer: int) -> dict[str, Source]:
-        """Return the file's tensors that make each weight of `layer`; `prefix` begins the tensors' names."""
-        n = self.n_embd
-        at = f"{prefix}encoder.layer.{layer}."
-        here = f"layer.{layer}."
-        # One product for queries, keys and values reads the hidden states once.
-        qkv = [f"{at}attention.self.{part}" for part in ("query", "key", "value")]
-        return {
-            **_linear(here + "qkv", n, n, *qkv),
-            **_linear(here + "attn_out", n, n, at + "attention.output.dense"),
-            **_norm(here + "attn_norm", n, at + "attention.output.LayerNorm"),
-            **_linear(here + "ff_up", n, self.n_ff, at + "intermediate.dense"),
-            **_linear(here + "ff_down", self.n_ff, n, at + "output.dense"),
-            **_norm(here + "ff_norm", n, at + "output.LayerNorm"),
-        }
+    def window(self, layer: int) -> int:
+        """Return the window of a layer; 0: it has none."""
+        return self.windows[layer] if self.windows else 0
 
 
 def _limit(folder: ModelFolder) -> int | None:
@@ -214,23 +199,116 @@ def _pooling(folder: ModelFolder) -> str:
     return known[modes[0]]
 
 
-def _matrix(n_in: int, n_out: int, *parts: str) -> Source:
-    return Source(tuple(p + ".weight" for p in parts), (n_out, n_in), is_matrix=True, is_multiplied=True)
+class BertLayout(NamedTuple):
+    """The tensors of the file that make each weight of the graph, by parts of the model.
+
+    Attributes:
+        embeddings: Those before the first layer.
+        layers: Those of each layer; the last one has also those that follow it.
+    """
+
+    embeddings: dict[str, Source]
+    layers: list[dict[str, Source]]
+
+    @classmethod
+    def read(
+        cls,
+        config: BertConfig,
+        file: TensorFile | GgufFile,
+        names: Mapping[str, Sequence[str]],
+        has_all: bool = True,
+    ) -> BertLayout:
+        """Find the weights in a file.
+
+        Args:
+            config: The model's sizes.
+            file: The file.
+            names: For each weight of the graph one or more tensors, without `.weight` and `.bias`; `{}` is
+                the layer. Several are stacked along rows.
+            has_all: Whether all are there; otherwise biases, and what is not a product, may be missing.
+
+        Raises:
+            ModelError: The file lacks one, or has it in another shape.
+        """
+        n, n_ff = config.n_embd, config.n_ff
+        n_up = n_ff * (1 + (config.activation in GATED))
+
+        def find(name: str, shape: tuple[int, ...], kind: str, layer: int = 0) -> dict[str, Source]:
+            parts = [f"{at.format(layer)}.{kind}" for at in names.get(name, ())]
+            is_needed = has_all or (name in _PRODUCTS and kind == "weight")
+            if not parts or (not is_needed and parts[0] not in file):
+                return {}
+            each = (shape[0] // len(parts), *shape[1:])
+            for part in parts:
+                file.weight(part, each)
+            is_matrix = name in _PRODUCTS and kind == "weight"
+            full = name if kind == "weight" and name in _TABLES else f"{name}.{kind}"
+            return {full: Source(tuple(parts), each, is_matrix, is_matrix and name != "tokens")}
+
+        def linear(name: str, n_in: int, n_out: int, layer: int = 0) -> dict[str, Source]:
+            return find(name, (n_out, n_in), "weight", layer) | find(name, (n_out,), "bias", layer)
+
+        def norm(name: str, layer: int = 0) -> dict[str, Source]:
+            return find(name, (n,), "weight", layer) | find(name, (n,), "bias", layer)
+
+        embeddings = {
+            **find("tokens", (config.n_vocab, n), "weight"),
+            **find("positions", (config.n_ctx, n), "weight"),
+            **find("types", (config.n_type, n), "weight"),
+            **norm("norm"),
+        }
+        layers = [
+            {
+                **linear("qkv", n, 3 * n, layer),
+                **{key: source for part in SEPARATE for key, source in linear(part, n, n, layer).items()},
+                **linear("attn_out", n, n, layer),
+                **norm("attn_norm", layer),
+                **linear("ff_up", n, n_up, layer),
+                **linear("ff_down", n_ff, n, layer),
+                **norm("ff_norm", layer),
+            }
+            for layer in range(config.n_layer)
+        ]
+        layers = [
+            {f"layer.{i}.{name}": source for name, source in layer.items()} for i, layer in enumerate(layers)
+        ]
+        layers[-1] |= norm("output_norm")
+        if config.n_score:
+            layers[-1] |= linear("score_in", n, n) | norm("score_norm")
+            layers[-1] |= linear("score", n, config.n_score)
+        return cls(embeddings, layers)
 
 
-def _vectors(shape: tuple[int, ...], *names: str) -> Source:
-    return Source(names, shape, is_matrix=False)
+_TABLES = ("tokens", "positions", "types")
+_PRODUCTS = ("tokens", "qkv", *SEPARATE, "attn_out", "ff_up", "ff_down", "score_in", "score")
+
+_LAYER = "encoder.layer.{}."
+
+NAMES = {
+    "tokens": ["embeddings.word_embeddings"],
+    "positions": ["embeddings.position_embeddings"],
+    "types": ["embeddings.token_type_embeddings"],
+    "norm": ["embeddings.LayerNorm"],
+    # One product for queries, keys and values reads the hidden states once.
+    "qkv": [f"{_LAYER}attention.self.{part}" for part in SEPARATE],
+    "attn_out": [f"{_LAYER}attention.output.dense"],
+    "attn_norm": [f"{_LAYER}attention.output.LayerNorm"],
+    "ff_up": [f"{_LAYER}intermediate.dense"],
+    "ff_down": [f"{_LAYER}output.dense"],
+    "ff_norm": [f"{_LAYER}output.LayerNorm"],
+}
+"""The weights of BERT in files of Hugging Face's layout."""
 
 
-def _linear(name: str, n_in: int, n_out: int, *parts: str) -> dict[str, Source]:
-    return {
-        name + ".weight": _matrix(n_in, n_out, *parts),
-        name + ".bias": _vectors((n_out,), *(p + ".bias" for p in parts)),
-    }
+def layout_of_folder(config: BertConfig, file: TensorFile) -> BertLayout:
+    """Return the weights of a model folder.
 
-
-def _norm(name: str, n: int, at: str) -> dict[str, Source]:
-    return {name + ".weight": _vectors((n,), at + ".weight"), name + ".bias": _vectors((n,), at + ".bias")}
+    Raises:
+        ModelError: The file lacks one, or has it in another shape, or not in floating point.
+    """
+    # Some checkpoints hold the encoder inside a larger model.
+    prefix = "bert." if any(name.startswith("bert.") for name in file) else ""
+    return BertLayout.read(config, file, {name: [prefix + p for p in parts] for name, parts in NAMES.items()})
 
 
 class BertGraph:
@@ -239,10 +317,12 @@ class BertGraph:
     Attributes:
         graph: The graph to compute.
         ids: Input: token numbers, i32 `[n_tokens * n_batch]`, text after text.
-        mask: Input: added to attention scores; 0, or -inf for padding; f32 `[n_tokens, n_tokens, 1,
-            n_batch]`: by key, query and text.
+        masks: Inputs by window: added to attention scores; 0, or -inf for padding and outside the window; f32
+            `[n_tokens, n_tokens, 1, n_batch]`: by key, query and text.
         pool: Input: the weight of each token in the embedding, f32 `[n_tokens, 1, n_batch]`.
-        embeddings: Output: of length 1, f32 `[n_embd, n_batch]`.
+        positions: Input: positions for RoPE, i32 `[n_tokens * n_batch]`; `None` without.
+        types: Input of a reranker with segment types: the type of each token, like `ids`; else `None`.
+        embeddings: Output: of length 1, f32 `[n_embd, n_batch]`; of a reranker scores, `[n_score, n_batch]`.
     """
 
     def __init__(
@@ -253,75 +333,130 @@ class BertGraph:
         self._n_tokens = n_tokens
         self._n_batch = n_batch
         self._ctx = ctx = Context()
-        self.ids = self._input("ids", DType.I32, (n_tokens * n_batch,))
-        self.mask = self._input("mask", DType.F32, (n_tokens, n_tokens, 1, n_batch))
+        n = n_tokens * n_batch
+        self.ids = self._input("ids", DType.I32, (n,))
+        self.masks = {
+            window: self._input(
+                f"mask_{window}" if window else "mask", DType.F32, (n_tokens, n_tokens, 1, n_batch)
+            )
+            for window in sorted({config.window(layer) for layer in range(config.n_layer)})
+        }
         self.pool = self._input("pool", DType.F32, (n_tokens, 1, n_batch))
+        self.positions = self._input("positions", DType.I32, (n,)) if config.ropes else None
+        has_types = config.n_score and config.n_type > 1 and "types" in weights
+        self.types = self._input("types", DType.I32, (n,)) if has_types else None
         x = self._embed()
         for layer in range(config.n_layer):
             at = f"layer.{layer}."
-            x = self._norm(at + "attn_norm", ctx.add(self._attend(at, x), x))
-            x = self._norm(at + "ff_norm", ctx.add(self._feed_forward(at, x), x))
+            if config.norms_first:
+                x = ctx.add(self._attend(layer, self._norm(at + "attn_norm", x)), x)
+                x = ctx.add(self._feed_forward(at, self._norm(at + "ff_norm", x)), x)
+            else:
+                x = self._norm(at + "attn_norm", ctx.add(self._attend(layer, x), x))
+                x = self._norm(at + "ff_norm", ctx.add(self._feed_forward(at, x), x))
             x.name = f"hidden_{layer + 1}"
-        self.embeddings = ctx.set_output(self._pool(x))
+        pooled = self._pool(self._norm("output_norm", x))
+        found = self._scores(pooled) if config.n_score else ctx.l2_norm(pooled, L2_EPS)
+        self.embeddings = ctx.set_output(found)
         self.embeddings.name = "embeddings"
         self.graph = Graph().build_forward_expand(self.embeddings)
 
     def _input(self, name: str, dtype: DType, ne: tuple[int, ...]) -> Tensor:
         return self._ctx.set_input(self._ctx.new_tensor(dtype, ne, name))
 
-    def set_inputs(self, sequences: Sequence[Tokens]) -> None:
-        """Write the token ids of `sequences` (padded), their masks and pooling weights into the inputs."""
-        ids = np.zeros((self._n_batch, self._n_tokens), np.int32)
-        mask = np.zeros(self.mask.ne[::-1], np.float32)
+    def set_inputs(self, sequences: Sequence[Tokens], n_first: Sequence[int] = ()) -> None:
+        """Write the token ids of `sequences` (padded), their masks and pooling weights into the inputs.
+
+        Args:
+            sequences: Tokens of each text.
+            n_first: Number of each text's first tokens that have type 0; the others have type 1. Empty: all.
+        """
+        ids, types = np.zeros((2, self._n_batch, self._n_tokens), np.int32)
         pool = np.zeros(ids.shape, np.float32)
         for i, tokens in enumerate(sequences):
             ids[i, : tokens.size] = tokens
-            mask[i, ..., tokens.size :] = -np.inf
-            n_pooled = tokens.size if self._config.pooling == "mean" else 1
-            pool[i, :n_pooled] = 1 / n_pooled
+            if n_first:
+                types[i, n_first[i] : tokens.size] = 1
+            pooled = {"mean": slice(tokens.size), "cls": slice(1)}.get(
+                self._config.pooling, slice(tokens.size - 1, tokens.size)
+            )
+            pool[i, pooled] = 1 / (pooled.stop - (pooled.start or 0))
         self.ids.set(ids)
-        self.mask.set(mask)
         self.pool.set(pool)
+        places = np.arange(self._n_tokens, dtype=np.int32)
+        for window, tensor in self.masks.items():
+            mask = np.zeros(tensor.ne[::-1], np.float32)
+            if window:
+                mask[..., abs(places - places[:, None]) > window // 2] = -np.inf
+            for i, tokens in enumerate(sequences):
+                mask[i, ..., tokens.size :] = -np.inf
+                if window:
+                    mask[i, :, tokens.size :, : tokens.size] = 0  # padding sees the text: no row is all -inf
+            tensor.set(mask)
+        if self.positions is not None:
+            self.positions.set(np.tile(places, self._n_batch))
+        if self.types is not None:
+            self.types.set(types)
 
     # Hidden states are `[n_embd, n_tokens * n_batch]` throughout.
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        w = self._weights
-        return self._ctx.add(self._ctx.mul_mat(w[name + ".weight"], x), w[name + ".bias"])
+        y = self._ctx.mul_mat(self._weights[name + ".weight"], x)
+        bias = self._weights.get(name + ".bias")
+        return y if bias is None else self._ctx.add(y, bias)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
+        """Return a norm with its weight and bias; `x` itself if the model has no norm there."""
         ctx, w = self._ctx, self._weights
+        if name + ".weight" not in w:
+            return x
         scaled = ctx.mul(ctx.norm(x, self._config.norm_eps), w[name + ".weight"])
-        return ctx.add(scaled, w[name + ".bias"])
+        bias = w.get(name + ".bias")
+        return scaled if bias is None else ctx.add(scaled, bias)
 
     def _embed(self) -> Tensor:
         ctx, w, n = self._ctx, self._weights, self._config.n_embd
-        tokens = ctx.get_rows(w["tokens"], self.ids)
-        # All texts have the positions 0, 1, ... and type 0: views of the first rows.
-        positions = ctx.view_2d(w["positions"], n, self._n_tokens, w["positions"].nb[1])
-        places = ctx.add(positions, ctx.view_1d(w["types"], n))
-        x = ctx.add(ctx.reshape_3d(tokens, n, self._n_tokens, self._n_batch), places)
+        x = ctx.reshape_3d(ctx.get_rows(w["tokens"], self.ids), n, self._n_tokens, self._n_batch)
+        # All texts have the positions 0, 1, ... and, but for pairs, type 0: views of the first rows.
+        places = []
+        if "positions" in w:
+            places.append(ctx.view_2d(w["positions"], n, self._n_tokens, w["positions"].nb[1]))
+        if self.types is not None:
+            x = ctx.add(x, ctx.reshape_3d(ctx.get_rows(w["types"], self.types), *x.ne[:3]))
+        elif "types" in w:
+            places.append(ctx.view_1d(w["types"], n))
+        if places:
+            x = ctx.add(x, ctx.add(*places) if len(places) > 1 else places[0])
         x = self._norm("norm", ctx.reshape_2d(x, n, self._n_tokens * self._n_batch))
         x.name = "hidden_0"
         return x
 
-    def _attend(self, at: str, x: Tensor) -> Tensor:
+    def _attend(self, layer: int, x: Tensor) -> Tensor:
         ctx, config = self._ctx, self._config
-        n, heads = config.n_embd, config.n_head
+        n, heads, at = config.n_embd, config.n_head, f"layer.{layer}."
         n_dim = n // heads
-        qkv = self._linear(at + "qkv", x)
-        row, element = qkv.nb[1], qkv.nb[0]
+        if at + "qkv.weight" in self._weights:
+            qkv = self._linear(at + "qkv", x)
+            parts = [(qkv, i * n * qkv.nb[0]) for i in range(3)]
+        else:
+            parts = [(self._linear(at + name, x), 0) for name in SEPARATE]
 
-        def part(i: int) -> Tensor:
-            """View a third of each row as `[n_dim, n_tokens, n_head, n_batch]`."""
+        def by_head(i: int) -> Tensor:
+            """Return queries, keys or values as `[n_dim, n_tokens, n_head, n_batch]`."""
+            y, start = parts[i]
+            row, head = y.nb[1], n_dim * y.nb[0]
+            if self.positions is not None and i < 2:
+                y = ctx.view_3d(y, n_dim, heads, y.ne[1], head, row, start)
+                y = ctx.rope_ext(y, self.positions, None, n_dim, RopeType.NEOX, 0, config.ropes[layer])
+                (_, head, row, _), start = y.nb, 0
             return ctx.view_4d(
-                qkv, n_dim, self._n_tokens, heads, self._n_batch,
-                row, n_dim * element, self._n_tokens * row, i * n * element,
-            )  # fmt: skip
+                y, n_dim, self._n_tokens, heads, self._n_batch, row, head, self._n_tokens * row, start
+            )
 
-        query, key, value = part(0), part(1), part(2)
+        query, key, value = by_head(0), by_head(1), by_head(2)
         scores = ctx.mul_mat(key, query)
-        probs = ctx.soft_max_ext(scores, self.mask, 1 / math.sqrt(n_dim), 0.0)
+        mask = self.masks[config.window(layer)]
+        probs = ctx.soft_max_ext(scores, mask, 1 / math.sqrt(n_dim), 0.0)
         mixed = ctx.mul_mat(ctx.cont(ctx.transpose(value)), probs)
         joined = ctx.cont(ctx.permute(mixed, 0, 2, 1, 3))
         return self._linear(at + "attn_out", ctx.reshape_2d(joined, n, self._n_tokens * self._n_batch))
@@ -334,4 +469,10 @@ class BertGraph:
         ctx, n = self._ctx, self._config.n_embd
         by_text = ctx.reshape_3d(x, n, self._n_tokens, self._n_batch)
         pooled = ctx.mul_mat(ctx.cont(ctx.transpose(by_text)), self.pool)
-        return ctx.l2_norm(ctx.reshape_2d(pooled, n, self._n_batch), L2_EPS)
+        return ctx.reshape_2d(pooled, n, self._n_batch)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        if "score_in.weight" in self._weights:
+            x = ACTIVATIONS[self._config.score_activation](self._ctx, self._linear("score_in", x))
+            x = self._norm("score_norm", x)
+        return self._linear("score", x) if "score.weight" in self._weights else x

