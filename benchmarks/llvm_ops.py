@@ -61,7 +61,10 @@ MORE = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 """Those whose products with one column should take 1/1.2 of ggml's time."""
 KEYS = (128, 512, 2048, 8192)
 
-OPS = (*EVEN, "rope", "get_rows", "set_rows", "cpy", "flash_attn_ext", "mul_mat_id")
+OPS = (
+    *EVEN, "rope", "get_rows", "set_rows", "cpy", "flash_attn_ext", "mul_mat_id", "concat", "argmax",
+    "argsort", "top_k", "ssm_conv", "ssm_scan", "rwkv_wkv7", "gated_delta_net",
+)  # fmt: skip
 N_NODES = 1000
 
 

@@ -88,7 +88,14 @@ def _sample_wkv7(c: Context, t: DType) -> Tensor:
     return c.rwkv_wkv7(r, w, k, v, a, b, f32(c, 64 * 64 * 2, 1))
 
 
-@cases(Op.RWKV_WKV7, _sample_wkv7)
+def _perf_wkv7(c: Context, s: int) -> Tensor:
+    size, heads, tokens = 64, 16 * s, 512
+    r, w, k, v, a, b = (f32(c, size, heads, tokens) for _ in range(6))
+    decay, a = c.sigmoid(w), c.scale(a, 0.01)  # the state must not grow
+    return c.rwkv_wkv7(r, decay, k, v, a, b, f32(c, size * size * heads, 1))
+
+
+@cases(Op.RWKV_WKV7, _sample_wkv7, Perf("rwkv_wkv7", "f32", _perf_wkv7))
 def rwkv_wkv7(p: Program) -> None:
     heads, seqs = p.int(1, 3), p.int(1, 3)  # ggml takes heads of 64 only
     tokens = seqs * p.int(1, 4)
@@ -120,7 +127,15 @@ def _sample_gated_delta_net(c: Context, t: DType) -> Tensor:
     return c.gated_delta_net(q, k, v, g, beta, f32(c, size, size, heads, 1))
 
 
-@cases(Op.GATED_DELTA_NET, _sample_gated_delta_net)
+def _perf_gated_delta_net(c: Context, s: int) -> Tensor:
+    size, heads, tokens = 128, 16 * s, 512
+    q, k = (c.l2_norm(f32(c, size, heads, tokens, 1), 1e-6) for _ in range(2))
+    v, state = f32(c, size, heads, tokens, 1), f32(c, size, size, heads, 1)
+    gate, beta = (f32(c, 1, heads, tokens, 1) for _ in range(2))
+    return c.gated_delta_net(q, k, v, c.neg(c.sqr(gate)), c.sigmoid(beta), state)
+
+
+@cases(Op.GATED_DELTA_NET, _sample_gated_delta_net, Perf("gated_delta_net", "f32", _perf_gated_delta_net))
 def gated_delta_net(p: Program) -> None:
     s, heads_k, tokens, seqs = p.one_of(8, 16, 32), p.int(1, 3), p.int(1, 6), p.int(1, 3)
     heads = heads_k * p.int(1, 3)

@@ -6,11 +6,11 @@ of a state for all tokens in turn: a line is contiguous, and independent of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Value, Variable, vec
+from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Level, Value, Variable, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, exp, load_float, load_floats, store_floats, total
 from ggmlb.backends.llvm.kernels.convert import row_number
 from ggmlb.backends.llvm.kernels.row_loop import each_vector
@@ -18,6 +18,14 @@ from ggmlb.backends.llvm.kernels.tiles import transposed
 
 BLOCK = 32
 """Lines of a head's state that a thread computes together, so that they stay in its cache."""
+
+MOST_VECTORS = 8
+"""Largest number of vectors of a line that is kept in registers."""
+
+
+def known_width(level: Level, width: int) -> int:
+    """Return the length of a line as a parameter of kernels; 0 if it is only known when they run."""
+    return width if width % level.lanes == 0 and 0 < width <= MOST_VECTORS * level.lanes else 0
 
 
 def ssm_conv(k: Emitter, dtypes: Sequence[str]) -> None:
@@ -87,6 +95,43 @@ def _put(k: Emitter, at: Value, i: Value, value: Value, mask: Value | None) -> N
     store_floats(k, "f32", value, at + i * 4, mask)
 
 
+class _Line:
+    """A line of a state, whose vectors are in registers between two passes if its length is known.
+
+    Args:
+        k: The emitted kernel.
+        width: Its length.
+        known: Its length, if it is known; else 0.
+        old: Its address before the token.
+        new: Its address after it.
+    """
+
+    def __init__(self, k: Emitter, width: Value, known: int, old: Value, new: Value) -> None:
+        self._k, self._width, self._known, self._new = k, width, known, new
+        self._at = old
+        self._vectors: dict[int, Value] = {}
+
+    def each(self, body: Callable[[Value, Value | None, Value], Value]) -> None:
+        """Emit a pass: `body(i, mask, old)` returns the new value of the vector from element `i` on."""
+        k = self._k
+        for i in range(0, self._known, k.level.lanes):
+            at = k.i64(i)
+            old = self._vectors[i] if i in self._vectors else _get(k, self._at, at, None)
+            self._vectors[i] = body(at, None, old)
+        if not self._known:
+
+            def advance(i: Value, mask: Value | None) -> None:
+                _put(k, self._new, i, body(i, mask, _get(k, self._at, i, mask)), mask)
+
+            each_vector(k, k.i64(0), self._width, advance)
+            self._at = self._new
+
+    def close(self) -> None:
+        """Write the vectors in registers to memory."""
+        for i, value in self._vectors.items():
+            self._k.store(value, self._new + 4 * i)
+
+
 def _inside(k: Emitter, x: Value, mask: Value | None) -> Value:
     """`x`, with 0 in lanes not set in the mask, where infinite factors of a line make it NaN."""
     return x if mask is None else k.select(mask, x, 0.0)
@@ -101,7 +146,7 @@ def _sum(k: Emitter) -> Variable:
     return k.variable(k.const(vec(F32, k.level.lanes), 0))
 
 
-def ssm_scan(k: Emitter, one_rate: bool) -> None:
+def ssm_scan(k: Emitter, one_rate: bool, known: int) -> None:
     """The selective scan of Mamba: `S = S exp(dt A) + (x dt) B`, then `y = S C`; `dt` after softplus.
 
     Arguments: `y, states, s, ids, nb0, states' count, errors, step, x, nb2, nb3, dt, A, B, nb1..3, C, nb1..3,
@@ -110,6 +155,7 @@ def ssm_scan(k: Emitter, one_rate: bool) -> None:
     Args:
         k: The emitted kernel.
         one_rate: Whether a head has one decay `A`; else one for each element of its states.
+        known: `d_state`, if it is known when the kernel is compiled (`known_width`); else 0.
     """
     y, states, s, ids, ids_nb0, limit, errors, step = k.ints(8)
     x, x_nb2, x_nb3, dt, a, b, b_nb1, b_nb2, b_nb3, c, c_nb1, c_nb2, c_nb3 = k.ints(13)
@@ -120,8 +166,8 @@ def ssm_scan(k: Emitter, one_rate: bool) -> None:
     with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
         sequence, begin = unit // units, unit % units * per_unit
         end = k.least(begin + per_unit, n_heads)
-        state, is_right = row_number(k, ids + sequence * ids_nb0, "i32", limit, (errors, step))
-        first = s + (state * n_heads + begin) * head_nbytes
+        number, is_right = row_number(k, ids + sequence * ids_nb0, "i32", limit, (errors, step))
+        first = s + (number * n_heads + begin) * head_nbytes
         to = states + (sequence * n_heads + begin) * head_nbytes
         n_floats, kept = (end - begin) * dim * width, (n_kept, n_seqs * n_heads * head_nbytes)
         with k.when(is_right), _each_token(k, first, to, n_floats, n_tokens, kept) as (token, old, new):
@@ -138,14 +184,16 @@ def ssm_scan(k: Emitter, one_rate: bool) -> None:
                     line = ((head - begin) * dim + i) * width * 4
                     value, read = _splat(k, x_row + (head * dim + i) * 4) * time, _sum(k)
 
-                    def advance(j: Value, mask: Value | None) -> None:
-                        decay = exp(k, time * _get(k, rate, j, mask)) if same is None else same
-                        now = k.fma(_get(k, old + line, j, mask), decay, value * _get(k, b_row, j, mask))
-                        now = _inside(k, now, mask)
-                        _put(k, new + line, j, now, mask)
-                        read.set(k.fma(now, _get(k, c_row, j, mask), read.now))
+                    state = _Line(k, width, known, old + line, new + line)
 
-                    each_vector(k, k.i64(0), width, advance)
+                    def advance(j: Value, mask: Value | None, before: Value) -> Value:
+                        decay = exp(k, time * _get(k, rate, j, mask)) if same is None else same
+                        now = _inside(k, k.fma(before, decay, value * _get(k, b_row, j, mask)), mask)
+                        read.set(k.fma(now, _get(k, c_row, j, mask), read.now))
+                        return now
+
+                    state.each(advance)
+                    state.close()
                     k.store(total(k, read.now), y + ((row + head) * dim + i) * 4)
 
 
@@ -198,10 +246,10 @@ def _each_head(
             yield _HeadLines(sequence, head, (begin, end), token, row, old, new)
 
 
-def rwkv_wkv7(k: Emitter) -> None:
+def rwkv_wkv7(k: Emitter, known: int) -> None:
     """`S = S w + v k + (S a) b`, then `y = S r`, with the state `S[v, k]`.
 
-    Arguments: `y, states, r, w, k, v, a, b, s, size, heads, tokens, sequences`.
+    Arguments: `y, states, r, w, k, v, a, b, s, size, heads, tokens, sequences`. `known`: see `ssm_scan`.
     """
     y, states, *operands, s = k.ints(9)
     size, n_heads, n_tokens, n_seqs = k.ints(4)
@@ -211,23 +259,27 @@ def rwkv_wkv7(k: Emitter) -> None:
         with k.loop(*now.lines) as i:
             line = (i - now.lines[0]) * size * 4
             value, seen, read = _splat(k, v + i * 4), _sum(k), _sum(k)
-            each_vector(
-                k, k.i64(0), size,
-                lambda j, m: seen.set(k.fma(_get(k, now.old + line, j, m), _get(k, a, j, m), seen.now)),
-            )  # fmt: skip
-            known = total(k, seen.now).splat(k.level.lanes)
+            state = _Line(k, size, known, now.old + line, now.new + line)
 
-            def advance(j: Value, mask: Value | None) -> None:
-                more = k.fma(known, _get(k, b, j, mask), value * _get(k, key, j, mask))
-                new = _inside(k, k.fma(_get(k, now.old + line, j, mask), _get(k, w, j, mask), more), mask)
-                _put(k, now.new + line, j, new, mask)
+            def look(j: Value, mask: Value | None, before: Value) -> Value:
+                seen.set(k.fma(before, _get(k, a, j, mask), seen.now))
+                return before
+
+            state.each(look)
+            what = total(k, seen.now).splat(k.level.lanes)
+
+            def advance(j: Value, mask: Value | None, before: Value) -> Value:
+                more = k.fma(what, _get(k, b, j, mask), value * _get(k, key, j, mask))
+                new = _inside(k, k.fma(before, _get(k, w, j, mask), more), mask)
                 read.set(k.fma(new, _get(k, r, j, mask), read.now))
+                return new
 
-            each_vector(k, k.i64(0), size, advance)
+            state.each(advance)
+            state.close()
             k.store(total(k, read.now), y + at + i * 4)
 
 
-def gated_delta_net(k: Emitter, one_gate: bool) -> None:
+def gated_delta_net(k: Emitter, one_gate: bool, known: int) -> None:
     """`S = S exp(g)`, `S = S + beta (v - S k) k`, then `y = scale S q`, with the state `S[v, k]`.
 
     Arguments: `scale, y, states, q, nb1..3, k, nb1..3, v, nb1..3, g, beta, s, size, heads, heads of keys,
@@ -236,6 +288,7 @@ def gated_delta_net(k: Emitter, one_gate: bool) -> None:
     Args:
         k: The emitted kernel.
         one_gate: Whether a head has one gate `g`; else one for each column of its state.
+        known: `size`, if it is known when the kernel is compiled (`known_width`); else 0.
     """
     scale = k.float_arg()
     y, states, q, q1, q2, q3, key, k1, k2, k3, v, v1, v2, v3, gate, beta, s = k.ints(17)
@@ -254,21 +307,21 @@ def gated_delta_net(k: Emitter, one_gate: bool) -> None:
         with k.loop(*now.lines) as i:
             line = (i - now.lines[0]) * size * 4
             seen, read = _sum(k), _sum(k)
+            state = _Line(k, size, known, now.old + line, now.new + line)
 
-            def decay(j: Value, mask: Value | None) -> None:
-                factor = _get(k, decays, j, mask) if same is None else same
-                kept = _inside(k, _get(k, now.old + line, j, mask) * factor, mask)
-                _put(k, now.new + line, j, kept, mask)
+            def decay(j: Value, mask: Value | None, before: Value) -> Value:
+                kept = _inside(k, before * (_get(k, decays, j, mask) if same is None else same), mask)
                 seen.set(k.fma(kept, _get(k, k_row, j, mask), seen.now))
+                return kept
 
-            each_vector(k, k.i64(0), size, decay)
+            state.each(decay)
             change = (_splat(k, v_row + i * 4) - total(k, seen.now).splat(k.level.lanes)) * part
 
-            def advance(j: Value, mask: Value | None) -> None:
-                new = k.fma(change, _get(k, k_row, j, mask), _get(k, now.new + line, j, mask))
-                new = _inside(k, new, mask)
-                _put(k, now.new + line, j, new, mask)
+            def advance(j: Value, mask: Value | None, before: Value) -> Value:
+                new = _inside(k, k.fma(change, _get(k, k_row, j, mask), before), mask)
                 read.set(k.fma(new, _get(k, q_row, j, mask), read.now))
+                return new
 
-            each_vector(k, k.i64(0), size, advance)
+            state.each(advance)
+            state.close()
             k.store(total(k, read.now) * scale, y + (now.row * size + i) * 4)

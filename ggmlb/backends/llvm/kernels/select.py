@@ -7,6 +7,8 @@ stable.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ggmlb.backends.llvm.codegen.emit import I1, I32, I64, Emitter, Level, Value, like, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, fold, load_floats
 from ggmlb.backends.llvm.kernels.row_loop import each_row, each_vector
@@ -54,45 +56,66 @@ def argmax(k: Emitter, src: str) -> None:
         k.store((first ^ -1).trunc(I32), row.at[0])
 
 
-def sort(k: Emitter, src: str, descending: bool) -> None:
+def sort(k: Emitter, src: str, descending: bool, whole: bool) -> None:
     """Write the first indices of the order of each row's elements.
 
-    `size` elements are sorted at a time, a power of two; of longer rows, those that come first are kept, and
-    merged with the next ones. Arguments: `count` of indices, `size`, its logarithm, scratch for twice `size`
-    64-bit integers, the scratch per thread [bytes], then `row_loop`'s for `y, x`.
+    Arguments: `count` of indices, `size`, a power of two, and its logarithm, scratch for twice `size` 64-bit
+    integers, the scratch per thread [bytes], then `row_loop`'s for `y, x`.
+
+    Args:
+        k: The emitted kernel.
+        src: The type of `x`.
+        descending: Whether the greatest element is first.
+        whole: Whether rows of at most `size` elements are sorted. Else the first `size` so far are kept, and
+            elements before the last of these are collected, sorted and merged with them, `size` at a time.
     """
     count, size, log_size, scratch, stride = k.ints(5)
     n = sort_lanes(k.level)
     first = scratch + k.thread * stride
-    more = first + size * 8
     with each_row(k, 2) as row:
-        with k.loop(0, (row.n + size - 1) // size) as part:
-            at = k.select(part.equals(0), first, more)
-            _load(k, src, descending, (row.at[1], row.n, part * size), at, size)
-            _sort(k, at, size, log_size)
-            with k.when(part > 0):
-                with k.loop(0, size, n) as i:
-                    lesser = k.minimum(
-                        _read(k, first + i * 8), _reversed(_read(k, more + (size - n - i) * 8))
-                    )
-                    k.store(lesser, first + i * 8)
-                _merge(k, first, size, log_size)
+
+        def keys(i: Value) -> Value:
+            """Keys and indices of elements from `i` on; those beyond the row come last."""
+            mask = k.first_lanes(n, k.maximum(row.n - i, 0))
+            key = _key(k, load_floats(k, src, row.at[1] + i * SIZES[src], n, mask))
+            places = k.table(vec(I32, n), range(n)) + i.trunc(I32).splat(n)
+            return k.select(mask, _join(key ^ -1 if descending else key, places), _LAST)
+
+        if whole:
+            with k.loop(0, size, n) as i:
+                k.store(keys(i), first + i * 8)
+            _sort(k, first, size, log_size)
+        else:
+            _first(k, keys, row.n, first, size, log_size)
         with k.loop(0, count, n) as i:
             indices = _read(k, first + i * 8).trunc(I32)
             k.store_masked(indices, row.at[0] + i * 4, k.first_lanes(n, count - i))
 
 
-def _load(
-    k: Emitter, src: str, descending: bool, part: tuple[Value, Value, Value], to: Value, size: Value
+def _first(
+    k: Emitter, keys: Callable[[Value], Value], length: Value, first: Value, size: Value, log_size: Value
 ) -> None:
-    """Write keys and indices of a part of a row, given as row, its length and the part's start."""
-    (row, length, start), n = part, sort_lanes(k.level)
+    """Write the least `size` of the 64-bit integers `keys` of a row to `first`, in order."""
+    n, more = sort_lanes(k.level), first + size * 8
+    last, n_more = k.variable(k.i64(_LAST)), k.variable(k.i64(0))
+    all_last = k.const(vec(I64, n), _LAST)
     with k.loop(0, size, n) as i:
-        index = start + i
-        mask = k.first_lanes(n, k.maximum(length - index, 0))
-        key = _key(k, load_floats(k, src, row + index * SIZES[src], n, mask))
-        places = k.table(vec(I32, n), range(n)) + index.trunc(I32).splat(n)
-        k.store(k.select(mask, _join(key ^ -1 if descending else key, places), _LAST), to + i * 8)
+        k.store(all_last, first + i * 8)
+    with k.loop(0, length + n, n) as i:  # the last turn, beyond the row, merges the rest
+        found = keys(i)
+        with k.when(k.any(found < last.now.splat(n))):
+            k.store(found, more + n_more.now * 8)
+            n_more.set(n_more.now + n)
+        with k.when((n_more.now.equals(size)) | (i >= length)):
+            with k.loop(n_more.now, size, n) as j:
+                k.store(all_last, more + j * 8)
+            _sort(k, more, size, log_size)
+            with k.loop(0, size, n) as j:
+                lesser = k.minimum(_read(k, first + j * 8), _reversed(_read(k, more + (size - n - j) * 8)))
+                k.store(lesser, first + j * 8)
+            _merge(k, first, size, log_size)
+            last.set(k.load(I64, first + size * 8 - 8))
+            n_more.set(k.i64(0))
 
 
 def _read(k: Emitter, at: Value) -> Value:

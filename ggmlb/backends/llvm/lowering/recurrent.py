@@ -45,7 +45,8 @@ def _ssm_scan(node: Tensor, ctx: LoweringContext) -> None:
     )  # fmt: skip
     work = max(x.n_elements, dim * heads * n_seqs) * width * _STATE
     chunks = ctx.chunks(work, -(-heads // together) * n_seqs)
-    ctx.launch(recurrent.ssm_scan, (a.ne[0] == 1,), args, chunks)
+    params = a.ne[0] == 1, recurrent.known_width(ctx.level, width)
+    ctx.launch(recurrent.ssm_scan, params, args, chunks)
 
 
 def _contiguous(node: Tensor) -> str | None:
@@ -68,7 +69,8 @@ def _rwkv_wkv7(node: Tensor, ctx: LoweringContext) -> None:
     sizes = size, heads, r.ne[2] // max(n_seqs, 1), n_seqs
     at = ctx.address(node)
     args = (at, at + 4 * r.n_elements, *(ctx.address(node.operand(i)) for i in range(7)), *sizes)
-    ctx.launch(recurrent.rwkv_wkv7, (), args, _chunks(ctx, *sizes))
+    params = (recurrent.known_width(ctx.level, size),)
+    ctx.launch(recurrent.rwkv_wkv7, params, args, _chunks(ctx, *sizes))
 
 
 @RULES.rule(Op.GATED_DELTA_NET, operands(*[F32] * 6, out=F32))
@@ -83,4 +85,5 @@ def _gated_delta_net(node: Tensor, ctx: LoweringContext) -> None:
         size, heads, q.ne[1], tokens, n_seqs, node.params["k"], ctx.scratch(nbytes * ctx.n_threads), nbytes,
     )  # fmt: skip
     chunks = _chunks(ctx, size, heads, tokens, n_seqs)
-    ctx.launch(recurrent.gated_delta_net, (g.ne[0] == 1,), args, chunks)
+    params = g.ne[0] == 1, recurrent.known_width(ctx.level, size)
+    ctx.launch(recurrent.gated_delta_net, params, args, chunks)

@@ -36,4 +36,5 @@ def _sort(node: Tensor, ctx: LoweringContext) -> None:
     log = size.bit_length() - 1
     nbytes = 16 * size
     args = (count, size, log, ctx.scratch(nbytes * ctx.n_threads), nbytes)
-    ctx.launch_rows(select.sort, (name(a), descending), args, a.ne, [node, a], _EXCHANGE * log * log)
+    params = (name(a), descending, size >= n)
+    ctx.launch_rows(select.sort, params, args, a.ne, [node, a], _EXCHANGE * log * log)
