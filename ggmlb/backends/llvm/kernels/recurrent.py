@@ -6,12 +6,13 @@ of a state for all tokens in turn: a line is contiguous, and independent of the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Level, Value, Variable, vec
-from ggmlb.backends.llvm.codegen.simd import SIZES, exp, load_float, load_floats, store_floats, total
+from ggmlb.backends.llvm.codegen.simd import SIZES, exp, folds, load_float, load_floats, store_floats, total
 from ggmlb.backends.llvm.kernels.convert import row_number
 from ggmlb.backends.llvm.kernels.row_loop import each_vector
 from ggmlb.backends.llvm.kernels.tiles import transposed
@@ -19,13 +20,18 @@ from ggmlb.backends.llvm.kernels.tiles import transposed
 BLOCK = 32
 """Lines of a head's state that a thread computes together, so that they stay in its cache."""
 
-MOST_VECTORS = 8
-"""Largest number of vectors of a line that is kept in registers."""
+MOST_VECTORS, MOST_LINES = 16, 4
+"""Largest number of vectors that are kept in registers, and of lines that they are of."""
 
 
 def known_width(level: Level, width: int) -> int:
     """Return the length of a line as a parameter of kernels; 0 if it is only known when they run."""
-    return width if width % level.lanes == 0 and 0 < width <= MOST_VECTORS * level.lanes else 0
+    return width if width % level.lanes == 0 and 0 < 2 * width <= MOST_VECTORS * level.lanes else 0
+
+
+def lines_together(level: Level, known: int) -> int:
+    """Return how many lines of a known length are computed together, so that their latencies overlap."""
+    return min(MOST_LINES, MOST_VECTORS * level.lanes // known) // 2 * 2 if known else 1
 
 
 def ssm_conv(k: Emitter, dtypes: Sequence[str]) -> None:
@@ -95,41 +101,51 @@ def _put(k: Emitter, at: Value, i: Value, value: Value, mask: Value | None) -> N
     store_floats(k, "f32", value, at + i * 4, mask)
 
 
-class _Line:
-    """A line of a state, whose vectors are in registers between two passes if its length is known.
+class _Lines:
+    """Some lines of a state; vectors are in registers between two passes if the length is known.
 
     Args:
         k: The emitted kernel.
-        width: Its length.
-        known: Its length, if it is known; else 0.
-        old: Its address before the token.
+        width: Length of a line.
+        known: The same, if it is known; else 0.
+        old: Address of the first line before the token.
         new: Its address after it.
+        n: Number of lines; 1 if the length is not known.
     """
 
-    def __init__(self, k: Emitter, width: Value, known: int, old: Value, new: Value) -> None:
-        self._k, self._width, self._known, self._new = k, width, known, new
-        self._at = old
-        self._vectors: dict[int, Value] = {}
+    def __init__(self, k: Emitter, width: Value, known: int, old: Value, new: Value, n: int) -> None:
+        self._k, self._width, self._known, self._at, self._new = k, width, known, old, new
+        self._vectors: dict[tuple[int, int], Value] = {}
+        self.n = n
 
-    def each(self, body: Callable[[Value, Value | None, Value], Value]) -> None:
-        """Emit a pass: `body(i, mask, old)` returns the new value of the vector from element `i` on."""
+    def sums(self) -> list[Variable]:
+        """Return a sum of 0 for each line."""
+        return [_sum(self._k) for _ in range(self.n)]
+
+    def totals(self, sums: Sequence[Variable]) -> Value:
+        """Return the sums' totals, a lane per line."""
+        vectors = [s.now for s in sums]
+        return folds(vectors, operator.add) if self.n > 1 else total(self._k, vectors[0]).splat(1)
+
+    def each(self, body: Callable[[Value, Value | None, Value, int], Value]) -> None:
+        """Emit a pass: `body(i, mask, old, line)` returns the new value of the vector from element `i` on."""
         k = self._k
         for i in range(0, self._known, k.level.lanes):
-            at = k.i64(i)
-            old = self._vectors[i] if i in self._vectors else _get(k, self._at, at, None)
-            self._vectors[i] = body(at, None, old)
+            for line in range(self.n):
+                old = self._vectors.get((line, i)) or _get(k, self._at, k.i64(line * self._known + i), None)
+                self._vectors[line, i] = body(k.i64(i), None, old, line)
         if not self._known:
 
             def advance(i: Value, mask: Value | None) -> None:
-                _put(k, self._new, i, body(i, mask, _get(k, self._at, i, mask)), mask)
+                _put(k, self._new, i, body(i, mask, _get(k, self._at, i, mask), 0), mask)
 
             each_vector(k, k.i64(0), self._width, advance)
             self._at = self._new
 
     def close(self) -> None:
         """Write the vectors in registers to memory."""
-        for i, value in self._vectors.items():
-            self._k.store(value, self._new + 4 * i)
+        for (line, i), value in self._vectors.items():
+            self._k.store(value, self._new + 4 * (line * self._known + i))
 
 
 def _inside(k: Emitter, x: Value, mask: Value | None) -> Value:
@@ -184,9 +200,9 @@ def ssm_scan(k: Emitter, one_rate: bool, known: int) -> None:
                     line = ((head - begin) * dim + i) * width * 4
                     value, read = _splat(k, x_row + (head * dim + i) * 4) * time, _sum(k)
 
-                    state = _Line(k, width, known, old + line, new + line)
+                    state = _Lines(k, width, known, old + line, new + line, 1)
 
-                    def advance(j: Value, mask: Value | None, before: Value) -> Value:
+                    def advance(j: Value, mask: Value | None, before: Value, _: int) -> Value:
                         decay = exp(k, time * _get(k, rate, j, mask)) if same is None else same
                         now = _inside(k, k.fma(before, decay, value * _get(k, b_row, j, mask)), mask)
                         read.set(k.fma(now, _get(k, c_row, j, mask), read.now))
@@ -256,27 +272,30 @@ def rwkv_wkv7(k: Emitter, known: int) -> None:
     with _each_head(k, s, states, size, n_heads, n_tokens, n_seqs, k.i64(1)) as now:
         at = now.row * size * 4
         r, w, key, v, a, b = (p + at for p in operands)
-        with k.loop(*now.lines) as i:
+        n = lines_together(k.level, known)
+        with k.loop(*now.lines, n) as i:
             line = (i - now.lines[0]) * size * 4
-            value, seen, read = _splat(k, v + i * 4), _sum(k), _sum(k)
-            state = _Line(k, size, known, now.old + line, now.new + line)
+            state = _Lines(k, size, known, now.old + line, now.new + line, n)
+            values = [_splat(k, v + (i + j) * 4) for j in range(n)]
+            seen, read = state.sums(), state.sums()
 
-            def look(j: Value, mask: Value | None, before: Value) -> Value:
-                seen.set(k.fma(before, _get(k, a, j, mask), seen.now))
+            def look(j: Value, mask: Value | None, before: Value, line: int) -> Value:
+                seen[line].set(k.fma(before, _get(k, a, j, mask), seen[line].now))
                 return before
 
             state.each(look)
-            what = total(k, seen.now).splat(k.level.lanes)
+            totals = state.totals(seen)
+            found = [totals[j].splat(k.level.lanes) for j in range(n)]
 
-            def advance(j: Value, mask: Value | None, before: Value) -> Value:
-                more = k.fma(what, _get(k, b, j, mask), value * _get(k, key, j, mask))
+            def advance(j: Value, mask: Value | None, before: Value, line: int) -> Value:
+                more = k.fma(found[line], _get(k, b, j, mask), values[line] * _get(k, key, j, mask))
                 new = _inside(k, k.fma(before, _get(k, w, j, mask), more), mask)
-                read.set(k.fma(new, _get(k, r, j, mask), read.now))
+                read[line].set(k.fma(new, _get(k, r, j, mask), read[line].now))
                 return new
 
             state.each(advance)
             state.close()
-            k.store(total(k, read.now), y + at + i * 4)
+            k.store(state.totals(read), y + at + i * 4)
 
 
 def gated_delta_net(k: Emitter, one_gate: bool, known: int) -> None:
@@ -304,24 +323,28 @@ def gated_delta_net(k: Emitter, one_gate: bool, known: int) -> None:
         if not one_gate:
             each_vector(k, k.i64(0), size, lambda j, m: _put(k, decays, j, exp(k, _get(k, g_row, j, m)), m))
         part = _splat(k, beta + now.row * 4)
-        with k.loop(*now.lines) as i:
+        n = lines_together(k.level, known)
+        with k.loop(*now.lines, n) as i:
             line = (i - now.lines[0]) * size * 4
-            seen, read = _sum(k), _sum(k)
-            state = _Line(k, size, known, now.old + line, now.new + line)
+            state = _Lines(k, size, known, now.old + line, now.new + line, n)
+            seen, read = state.sums(), state.sums()
 
-            def decay(j: Value, mask: Value | None, before: Value) -> Value:
+            def decay(j: Value, mask: Value | None, before: Value, line: int) -> Value:
                 kept = _inside(k, before * (_get(k, decays, j, mask) if same is None else same), mask)
-                seen.set(k.fma(kept, _get(k, k_row, j, mask), seen.now))
+                seen[line].set(k.fma(kept, _get(k, k_row, j, mask), seen[line].now))
                 return kept
 
             state.each(decay)
-            change = (_splat(k, v_row + i * 4) - total(k, seen.now).splat(k.level.lanes)) * part
+            totals = state.totals(seen)
+            changes = [
+                (_splat(k, v_row + (i + j) * 4) - totals[j].splat(k.level.lanes)) * part for j in range(n)
+            ]
 
-            def advance(j: Value, mask: Value | None, before: Value) -> Value:
-                new = _inside(k, k.fma(change, _get(k, k_row, j, mask), before), mask)
-                read.set(k.fma(new, _get(k, q_row, j, mask), read.now))
+            def advance(j: Value, mask: Value | None, before: Value, line: int) -> Value:
+                new = _inside(k, k.fma(changes[line], _get(k, k_row, j, mask), before), mask)
+                read[line].set(k.fma(new, _get(k, q_row, j, mask), read[line].now))
                 return new
 
             state.each(advance)
             state.close()
-            k.store(total(k, read.now) * scale, y + (now.row * size + i) * 4)
+            k.store(state.totals(read) * scale.splat(n), y + (now.row * size + i) * 4)
