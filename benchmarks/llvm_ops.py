@@ -260,10 +260,12 @@ def main() -> None:
     with Players(__file__, args.threads) as players:
         for part in args.parts.split(","):
             cells = []
-            numbers = [i for i, name in enumerate(PART_OF) if name == part]
-            for number, (case, seconds, nmse) in zip(
-                numbers, players.measured(args, numbers), strict=not args.ops
-            ):
+            numbers = [
+                i
+                for i, (name, case) in enumerate(zip(PART_OF, CASES, strict=True))
+                if name == part and (not args.ops or case.op in args.ops.split(","))
+            ]
+            for number, (case, seconds, nmse) in zip(numbers, players.measured(args, numbers), strict=True):
                 ours, theirs = seconds["ggmlb"], seconds["ggml"]
                 ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
                 missed = " !" if ratio < case.target else ""

@@ -59,20 +59,29 @@ class GridFormat(NamedTuple):
         at, table = DType.parse(name).codec.offsets, _table(k, name)
         word, each = I64 if self.entry == 8 else I32, 16 // self.entry
         number = self.numbers(at, k, p, 4 * each * i)
-        signs = self.signs(at, k, p).bits(vec(I16, 16))
+        signs = self.signs(at, k, p)
         vectors = []
         for halves in of:
             found = k.const(vec(word, each * len(halves)), 0)
             for lane, entry in enumerate([each * half + j for half in halves for j in range(each)]):
                 found = found.put(lane, k.load(word, table + number(entry) * self.entry))
             codes = found.bits(vec(I8, 16 * len(halves)))
-            is_negative = signs.shuffle([4 * i + half for half in halves]).bits(vec(I1, 16 * len(halves)))
+            is_positive = _clear(k, signs, [4 * i + half for half in halves])
             if self.adds:
-                codes = codes + k.select(is_negative, k.const(codes.type, -1), 1)
+                codes = codes + k.select(is_positive, k.const(codes.type, 1), -1)
             else:
-                codes = k.select(is_negative, k.const(codes.type, 0) - codes, codes)
+                codes = k.select(is_positive, codes, k.const(codes.type, 0) - codes)
             vectors.append(codes)
         return vectors
+
+
+def _clear(k: Emitter, words: Value, halves: Sequence[int]) -> Value:
+    """A mask of the elements of halves of runs whose bit is not set."""
+    n = 16 * len(halves)
+    if k.level.lanes == 16:
+        return (words ^ -1).bits(vec(I16, 16)).shuffle(halves).bits(vec(I1, n))
+    bytes_ = words.bits(vec(I8, 32)).shuffle([2 * half + j // 8 for half in halves for j in range(16)])
+    return (bytes_ & k.table(bytes_.type, [1 << j % 8 for j in range(n)])).equals(0)
 
 
 def _table(k: Emitter, name: str) -> Value:
