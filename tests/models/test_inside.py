@@ -21,8 +21,10 @@ from tests.support.text_models import (
     N_HEAD,
     N_HEAD_KV,
     N_KEY,
+    N_LATENT,
     NO_NORMS,
     PARALLEL,
+    POST_ATTENTION,
     has_experts,
 )
 
@@ -112,7 +114,7 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
         else:
             mixed = "conv_out" if kind in HYBRID and not i % 2 else "attn_out"
             near(found[at + "ffn_inp"], x + found[at + mixed])
-            before = at + ("post_attention_norm" if kind in ("gpt-oss", "seed_oss") else "ffn_norm")
+            before = at + ("post_attention_norm" if kind in POST_ATTENTION else "ffn_norm")
             if kind not in NO_NORMS:
                 near(found[before], norm(kind, found[at + "ffn_inp"], weights[before + ".weight"]))
             x = found[at + "ffn_inp"] + found[at + "ffn_out"]
@@ -133,7 +135,8 @@ def test_attention_weights_mix_the_values(models: Callable[..., Path], kind: str
     with TextModel(models(kind), n_ctx=200, kv_type="f32", **PLACES[place]) as model:
         session = model.session()  # other sequences' cells lie between those that are traced
         session.generate(PROMPT[3:9], max_tokens=3, temperature=0, ignore_eos=True)
-        values = "attn_qkv" if kind == "phi3" else "attn_v"
+        is_latent = kind.startswith("deepseek2")
+        values = "attn_qkv" if kind == "phi3" else "attn_kv_a_norm" if is_latent else "attn_v"
         found = model.trace(PROMPT, ["blk.*.attn_weights", "blk.*.attn_heads", f"blk.*.{values}"])
         windows = {i: a.window for i, a in enumerate(model.config.attentions) if a}
     for i, window in windows.items():
@@ -144,8 +147,9 @@ def test_attention_weights_mix_the_values(models: Callable[..., Path], kind: str
         assert (share > 1e-3).all() if kind == "gpt-oss" else np.allclose(share, 0, atol=1e-3)
         late = np.arange(n) - np.arange(n)[:, None]
         assert not weights[:, (late > 0) | ((late <= -window) & bool(window))].any()
-        kept = found[f"blk.{i}.{values}"][:, -N_HEAD_KV * N_KEY :].reshape(n, N_HEAD_KV, N_KEY)
-        mixed = np.einsum("hts,shd->thd", weights, np.repeat(kept, N_HEAD // N_HEAD_KV, axis=1))
+        n_kv, size = (1, N_LATENT) if is_latent else (N_HEAD_KV, N_KEY)
+        kept = found[f"blk.{i}.{values}"][:, -n_kv * size :].reshape(n, n_kv, size)
+        mixed = np.einsum("hts,shd->thd", weights, np.repeat(kept, N_HEAD // n_kv, axis=1))
         near(found[f"blk.{i}.attn_heads"], mixed, 2e-3)
 
 

@@ -148,7 +148,7 @@ def measured(path: Path, sequences: list[list[int]], place: Place, is_float: boo
     found = compute(path, sequences, **place.of(path))
     ours, peers = (np.nanmean(distances(x, expected), axis=-1) for x in (found, theirs))
     middle: Callable[..., float] = np.mean
-    if re.search("experts|moe|gpt-oss", path.name):
+    if re.search("experts|moe|gpt-oss|deepseek", path.name):
         # Rounding makes one of them choose another expert at some token: that says nothing about the others.
         middle = np.median
         jumped = ours > JUMP * np.median(ours)
@@ -219,7 +219,8 @@ def random_model(folder: Path, kind: str, dtype: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_layer"), [("gemma2", 46), ("gemma3", 62), ("exaone4", 64), ("command-r", 64)]
+    ("kind", "n_layer"),
+    [("gemma2", 46), ("gemma3", 62), ("exaone4", 64), ("command-r", 64), ("deepseek2", 27)],
 )
 def test_variants_by_the_number_of_layers(
     check: Callable[..., None], folder: Path, kind: str, n_layer: int

@@ -12,7 +12,7 @@ from tests.support.gguf_files import FLOAT32, Typed, write_gguf
 
 ALPHA, RANK = 6.0, 3
 
-WITHOUT = ("norm", "ssm_conv1d", "rope_freqs", "bias", "sinks", "ffn_gate_inp_shexp")
+WITHOUT = ("norm", "ssm_conv1d", "shortconv.conv", "rope_freqs", "bias", "sinks", "ffn_gate_inp_shexp")
 """Parts of names of weights that no product reads, or that have one row."""
 
 

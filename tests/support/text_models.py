@@ -28,7 +28,19 @@ NO_NORMS = ("olmo2", "exaone4")
 FUSED = ("phi3", "glm4")
 TIED = (*GEMMA, "command-r", "cohere2", *HYBRID)
 PARALLEL = ("command-r", "cohere2")
-CHOICE_BIAS = ("lfm2moe",)
+CHOICE_BIAS = ("lfm2moe", "deepseek2-groups", "glm4moe")
+N_LATENT, N_ROTATED, N_PLAIN, N_QUERY, N_OUT = 256, 32, 64, 256, 64
+LATENT: Mapping[str, Any] = {
+    "attention.head_count_kv": 1, "attention.key_length": N_LATENT + N_ROTATED,
+    "attention.value_length": N_LATENT, "attention.key_length_mla": N_PLAIN + N_ROTATED,
+    "attention.value_length_mla": N_OUT, "attention.kv_lora_rank": N_LATENT,
+    "rope.dimension_count": N_ROTATED, "expert_count": N_EXPERT, "expert_used_count": N_USED,
+    "expert_feed_forward_length": N_SHARED, "expert_shared_count": 1, "leading_dense_block_count": 1,
+}  # fmt: skip
+N_LAYER_LITE = 27
+"""Layers of DeepSeek V2 Lite, whose queries have no latent vector."""
+POST_ATTENTION = ("gpt-oss", "seed_oss", "glm4moe")
+"""Architectures whose norm before the feed-forward part is `post_attention_norm`."""
 LAYERS = {"gemma3": 7, "cohere2": 5, "olmo2": 5, "smollm3": 5}
 """Of architectures with a period of layers; others have 3."""
 
@@ -78,6 +90,20 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     },
     "glm4": {"rope.dimension_count": N_KEY // 2},
     "seed_oss": {},
+    "deepseek2": {
+        **LATENT, **YARN, "attention.q_lora_rank": N_QUERY, "expert_weights_scale": 1.5,
+        "rope.scaling.yarn_log_multiplier": 0.0707,
+    },
+    "deepseek2-groups": {
+        **LATENT, **YARN, "attention.q_lora_rank": N_QUERY, "expert_count": 8, "expert_group_count": 4,
+        "expert_group_used_count": 2, "expert_gating_func": 2, "expert_weights_norm": True,
+        "expert_weights_scale": 1.5, "rope.scaling.yarn_log_multiplier": 0.1,
+    },
+    "glm4moe": {
+        "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_SHARED,
+        "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_norm": True,
+        "rope.dimension_count": N_KEY // 2,
+    },
     "lfm2": {"shortconv.l_cache": 3},
     "lfm2moe": {
         "shortconv.l_cache": 3, "expert_count": N_EXPERT, "expert_used_count": N_USED,
@@ -144,7 +170,10 @@ def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
         }  # fmt: skip
     if kind in HYBRID:
         sizes["attention.head_count_kv"] = np.array([N_HEAD_KV * (i % 2) for i in range(n_layer)], np.int32)
-    return {**sizes, **KINDS[kind]}
+    found = {**sizes, **KINDS[kind]}
+    if n_layer == N_LAYER_LITE:
+        found.pop("attention.q_lora_rank", None)
+    return found
 
 
 def write_text_model(
@@ -179,6 +208,8 @@ def write_text_model(
         shape = (n, n_out, n_in) if n else (n_out, n_in)
         values = (scale * rng.standard_normal(shape) / np.sqrt(n_in)).astype(np.float32)
         kept = DType.parse("q8_0" if dtype == "mxfp4" and not n else dtype)
+        if n_in % kept.block_size:
+            kept = DType.Q8_0  # as llama.cpp quantises such rows
         tensors[name] = (quantize(values, kept), kept, shape[::-1])
 
     def norm(name: str, n: int = N_EMBD) -> None:
@@ -210,16 +241,29 @@ def write_text_model(
             vector(at + "shortconv.conv.weight", N_EMBD, 3, around=0.5)
             matrix(at + "shortconv.in_proj.weight", 3 * N_EMBD, N_EMBD)
             matrix(at + "shortconv.out_proj.weight", N_EMBD, N_EMBD)
+        elif arch == "deepseek2":
+            n_head_q = N_HEAD * (N_PLAIN + N_ROTATED)
+            if n_layer != N_LAYER_LITE:
+                matrix(at + "attn_q_a.weight", N_QUERY, N_EMBD)
+                norm(at + "attn_q_a_norm.weight", N_QUERY)
+                matrix(at + "attn_q_b.weight", n_head_q, N_QUERY)
+            else:
+                matrix(at + "attn_q.weight", n_head_q, N_EMBD)
+            matrix(at + "attn_kv_a_mqa.weight", N_LATENT + N_ROTATED, N_EMBD)
+            norm(at + "attn_kv_a_norm.weight", N_LATENT)
+            matrix(at + "attn_k_b.weight", N_LATENT, N_PLAIN, N_HEAD)
+            matrix(at + "attn_v_b.weight", N_OUT, N_LATENT, N_HEAD)
         elif arch == "phi3":
             matrix(at + "attn_qkv.weight", n_q + 2 * n_kv, N_EMBD)
         else:
             for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv)):
                 matrix(f"{at}attn_{part}.weight", n, N_EMBD)
-                if arch in ("qwen2", "qwen2moe", "gpt-oss", "seed_oss"):
+                if arch in ("qwen2", "qwen2moe", "gpt-oss", "seed_oss", "glm4moe"):
                     vector(f"{at}attn_{part}.bias", n)
         has_attention = arch not in HYBRID or i % 2
         if has_attention:
-            matrix(at + "attn_output.weight", N_EMBD, n_q)
+            n_out = N_HEAD * N_OUT if arch == "deepseek2" else n_q
+            matrix(at + "attn_output.weight", N_EMBD, n_out)
         if arch in HEAD_NORMS and has_attention:
             norm(at + "attn_q_norm.weight", N_KEY)
             norm(at + "attn_k_norm.weight", N_KEY)
@@ -232,30 +276,33 @@ def write_text_model(
         if arch == "gpt-oss":
             vector(at + "attn_output.bias", N_EMBD)
             vector(at + "attn_sinks.weight", N_HEAD, around=1.0)
-        if arch in (*POST_NORMS, "gpt-oss", "seed_oss"):
+        if arch in (*POST_NORMS, *POST_ATTENTION):
             norm(at + "post_attention_norm.weight")
         if arch in POST_NORMS:
             norm(at + "post_ffw_norm.weight")
-        if arch not in (*NO_NORMS, *PARALLEL, "gpt-oss", "seed_oss"):
+        if arch not in (*NO_NORMS, *PARALLEL, *POST_ATTENTION):
             norm(at + "ffn_norm.weight")
         is_mixture = has_experts(kind) and i >= KINDS[kind].get("leading_dense_block_count", 0)
         if is_mixture:
-            tensors[at + "ffn_gate_inp.weight"] = rng.standard_normal((N_EXPERT, N_EMBD)).astype(np.float32)
-            matrix(at + "ffn_gate_exps.weight", N_FF, N_EMBD, N_EXPERT)
-            matrix(at + "ffn_up_exps.weight", N_FF, N_EMBD, N_EXPERT)
-            matrix(at + "ffn_down_exps.weight", N_EMBD, N_FF, N_EXPERT)
+            n_expert, n_ff = KINDS[kind]["expert_count"], KINDS[kind].get("expert_feed_forward_length", N_FF)
+            tensors[at + "ffn_gate_inp.weight"] = rng.standard_normal((n_expert, N_EMBD)).astype(np.float32)
+            matrix(at + "ffn_gate_exps.weight", n_ff, N_EMBD, n_expert)
+            matrix(at + "ffn_up_exps.weight", n_ff, N_EMBD, n_expert)
+            matrix(at + "ffn_down_exps.weight", N_EMBD, n_ff, n_expert)
         if arch == "gpt-oss":
             vector(at + "ffn_gate_inp.bias", N_EXPERT)
             for part, n in (("gate", N_FF), ("up", N_FF), ("down", N_EMBD)):
                 vector(f"{at}ffn_{part}_exps.bias", N_EXPERT, n)
-        if arch == "qwen2moe" or kind == "granite-experts":
+        is_shared = arch in ("qwen2moe", "deepseek2", "glm4moe") or kind == "granite-experts"
+        if is_mixture and is_shared:
             matrix(at + "ffn_gate_shexp.weight", N_SHARED, N_EMBD)
             matrix(at + "ffn_up_shexp.weight", N_SHARED, N_EMBD)
             matrix(at + "ffn_down_shexp.weight", N_EMBD, N_SHARED)
         if arch == "qwen2moe":
             tensors[at + "ffn_gate_inp_shexp.weight"] = rng.standard_normal(N_EMBD).astype(np.float32) / 16
-        if is_mixture and arch in CHOICE_BIAS:
-            vector(at + "exp_probs_b.bias", N_EXPERT)
+        if is_mixture and (arch in CHOICE_BIAS or kind in CHOICE_BIAS):
+            bias = rng.permutation(np.linspace(-0.5, 0.5, n_expert))
+            tensors[at + "exp_probs_b.bias"] = bias.astype(np.float32)
         if is_mixture:
             continue
         if arch in FUSED:

@@ -37,6 +37,7 @@ class TextConfig:
         logit_scale: Factor of the logits.
         final_softcap: Soft cap of the logits; 0: none.
         output_norm: Name of the last norm in the file.
+        n_predictors: Layers in the file after these, which predict further tokens and are not computed.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TextConfig:
     logit_scale: float = 1.0
     final_softcap: float = 0.0
     output_norm: str = "output_norm"
+    n_predictors: int = 0
 
     @classmethod
     def read(cls, keys: Keys, layers: Iterable[Layer], norm: str = "rms", **options: Any) -> TextConfig:
@@ -74,6 +76,7 @@ class TextConfig:
             norm=norm,
             eps=keys.real(EPS_KEYS[norm], None, 0, 1),
             pooling=POOLINGS[keys.count("pooling_type", POOLINGS.index("mean"), 0, len(POOLINGS) - 1)],
+            n_predictors=keys.n_predictors,
             **options,
         )
         attention = next(filter(None, config.attentions), None)

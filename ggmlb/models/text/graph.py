@@ -259,18 +259,22 @@ class TextGraph(LayersGraph):
     def attend(self, attention: Attention, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write keys and values of the tokens to the KV cache, and return attention over it."""
         ctx, a = self.ctx, attention
-        keys, values = self._kv.keys[layer], self._kv.values[layer]
-        cached_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], key.ne[2]), self.cells)
-        cached_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], value.ne[2]), self.cells)
+        keys = self._kept(self._kv.keys[layer], key)
+        values = self._kv.values.get(layer)
+        values = keys if values is None else self._kept(values, value)
         query = ctx.permute(query, 0, 2, 1, 3)
-        keys = heads_of(ctx, cached_keys, a.n_key, self._n_kv, a.n_head_kv)
-        values = heads_of(ctx, cached_values, a.n_value, self._n_kv, a.n_head_kv)
+        keys = heads_of(ctx, keys, a.n_key, self._n_kv, a.n_head_kv)
+        values = heads_of(ctx, values, a.n_value, self._n_kv, a.n_head_kv)
         mask, sinks = self._mask(layer), a.sinks(self.weights, layer)
         if layer in self._traced:
             weights = ctx.permute(attention_weights(ctx, a, query, keys, mask, sinks), 0, 2, 1, 3)
             weights = self.label(f"blk.{layer}.{ATTENTION}", ctx.cont(weights), a.n_head, self._n_kv)
             self.graph.build_forward_expand(weights)
         return attend(ctx, a, query, keys, values, mask, sinks)
+
+    def _kept(self, cached: Tensor, rows: Tensor) -> Tensor:
+        """Return cached keys or values, with those of the tokens in their cells."""
+        return self.ctx.set_rows(cached, self.ctx.reshape_2d(rows, cached.ne[0], rows.ne[2]), self.cells)
 
     def _mask(self, layer: int) -> Tensor:
         """Return the attention mask of a layer: an input, or computed where the layer's keys are."""

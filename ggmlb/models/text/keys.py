@@ -37,6 +37,7 @@ class Keys:
     Attributes:
         file, name: As given.
         n_layer: Number of layers.
+        n_predictors: Layers after these that predict further tokens, and are not computed.
         n_embd: Elements of a token's hidden state.
     """
 
@@ -47,6 +48,12 @@ class Keys:
         self._read: set[str] = set()
         self.n_embd = self.count("embedding_length")
         self.n_layer = self.count("block_count", most=MAX_LAYERS)
+        self.n_predictors = 0
+
+    def skip_predictors(self) -> None:
+        """Leave out the last layers, `nextn_predict_layers`, which predict further tokens."""
+        self.n_predictors = self.count("nextn_predict_layers", 0, 0, self.n_layer - 1)
+        self.n_layer -= self.n_predictors
 
     def _name(self, key: str) -> str:
         self._read.add(key)
@@ -79,9 +86,10 @@ class Keys:
             return tuple(default)
         if name not in self._meta or self._meta.slot(name).length is None:
             return (self._meta.integer(name, None, least, min(limits)),) * self.n_layer
-        found = self._meta.numbers(name)
-        if found.dtype.kind not in "iu" or found.shape != (self.n_layer,):
-            raise self.error(key, f"it is {self._meta.slot(name)}; it must be {self.n_layer} integers")
+        found, n_all = self._meta.numbers(name), self.n_layer + self.n_predictors
+        if found.dtype.kind not in "iu" or found.shape != (n_all,):
+            raise self.error(key, f"it is {self._meta.slot(name)}; it must be {n_all} integers")
+        found = found[: self.n_layer]
         for layer, (n, limit) in enumerate(zip(found.tolist(), limits, strict=True)):
             if not least <= n <= limit:
                 raise self.error(key, f"it is {n} for layer {layer}; it must be {least} to {limit}")

@@ -73,8 +73,12 @@ class ModelLayout:
 
     def _check_all_used(self) -> None:
         """Refuse a file with tensors that the graph would leave out: its results would be wrong."""
+        n = self.config.n_layer
+        skipped = tuple(f"blk.{i}." for i in range(n, n + self.config.n_predictors))
         used = {name for part in self._all() for source in part.values() for name in source.names}
         for name in self.file:
+            if name.startswith(skipped):
+                continue
             if name not in used and name.rpartition("blk.")[2].partition(".")[2] not in IGNORED:
                 raise ModelError(
                     f"{self.file.path}: this architecture does not use the tensor {shown(name)!r}; the "

@@ -12,8 +12,13 @@ from ggmlb.models.text.keys import Keys
 @register_architecture("glm4")
 def glm4(keys: Keys) -> TextConfig:
     """Read a model, with norms before and after the blocks."""
+    check_positions(keys)
+    attention = attentions(keys, RopeType.NORMAL)
+    return TextConfig.read(keys, decoder_layers(attention, feed_forwards(keys), after=POST))
+
+
+def check_positions(keys: Keys) -> None:
+    """Raise a ModelError if positions have several parts, as those of pictures."""
     sections = keys.by_layer("rope.dimension_sections")
     if any((keys.count("rope.dimension_sections", 0, 0),) if sections is None else sections):
         raise keys.error("rope.dimension_sections", "positions in images are not supported; use a text model")
-    attention = attentions(keys, RopeType.NORMAL)
-    return TextConfig.read(keys, decoder_layers(attention, feed_forwards(keys), after=POST))

@@ -18,7 +18,9 @@ from ggmlb.models.text.blocks.feed_forward import (
     feed_forwards,
     leading_dense,
     routing,
+    shared_mixtures,
 )
+from ggmlb.models.text.blocks.latent import LatentAttention
 from ggmlb.models.text.blocks.layer import NONE, POST, Layer, Residual, decoder_layers
 from ggmlb.models.text.blocks.mamba import Mamba
 
@@ -29,6 +31,7 @@ __all__ = [
     "Block",
     "Experts",
     "FeedForward",
+    "LatentAttention",
     "Layer",
     "Mamba",
     "Parallel",
@@ -47,5 +50,6 @@ __all__ = [
     "feed_forwards",
     "leading_dense",
     "routing",
+    "shared_mixtures",
     "windowed",
 ]

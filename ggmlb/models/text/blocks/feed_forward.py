@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ggmlb import Context, Tensor
-from ggmlb.models.text.blocks.block import Block, Slices, Weight
+from ggmlb.models.text.blocks.block import Block, Parallel, Slices, Weight
 from ggmlb.models.text.experts import KINDS
 
 if TYPE_CHECKING:
@@ -243,9 +243,9 @@ def routing(keys: Keys, is_sigmoid: bool | None = None) -> dict[str, Any]:
     n, n_group = keys.count("expert_count", 1), keys.count("expert_group_count", 0, 0) or 1
     if n % n_group or (n_group > 1 and n // n_group < 2):
         raise keys.error("expert_group_count", f"it is {n_group}; {n} experts cannot have so many groups")
-    used = keys.count("expert_group_used_count", n_group if n_group > 1 else 0, 0)
-    if n_group > 1 and not 1 <= used <= n_group:
-        raise keys.error("expert_group_used_count", f"it is {used}; give 1 to {n_group}")
+    used = keys.count("expert_group_used_count", 0, 0)
+    if n_group > 1 and not 1 <= used < n_group:
+        raise keys.error("expert_group_used_count", f"it is {used}; it must be 1 to {n_group - 1}")
     return {
         "is_sigmoid": gating == 2,
         "weighting": "normalised share" if keys.flag("expert_weights_norm", False) else "share",
@@ -263,3 +263,24 @@ def leading_dense(keys: Keys, mixtures: Iterable[Block]) -> list[Block]:
     """
     n = keys.count("leading_dense_block_count", 0, 0)
     return [*feed_forwards(keys)[:n], *list(mixtures)[n:]]
+
+
+def shared_mixtures(keys: Keys, is_sigmoid: bool, has_choice_bias: bool | None = None) -> list[Block]:
+    """Read mixtures with experts that all tokens use (`expert_shared_count`), after leading dense layers.
+
+    Args:
+        keys: The metadata.
+        is_sigmoid: Whether the router's shares are sigmoids, if the file does not say.
+        has_choice_bias: Whether the router has a bias for the choice; `None`: if the file has it.
+
+    Raises:
+        ModelError: Metadata is missing or wrong.
+    """
+    if has_choice_bias is None:
+        has_choice_bias = any(f"blk.{i}.exp_probs_b.bias" in keys.file for i in range(keys.n_layer))
+    n_shared = keys.count("expert_shared_count", 0, 0)
+    mixtures: list[Block] = []
+    for part in experts(keys, **routing(keys, is_sigmoid), has_choice_bias=has_choice_bias):
+        shared = FeedForward(part.n_ff * n_shared, suffix="_shexp")
+        mixtures.append(Parallel((part, shared)) if n_shared else part)
+    return leading_dense(keys, mixtures)
