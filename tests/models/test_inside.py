@@ -15,8 +15,8 @@ from ggmlb import ArgumentError
 from ggmlb.models import Placement, TextModel
 from tests.support.text_models import (
     GEMMA,
-    HYBRID,
     KINDS,
+    LFM,
     N_EMBD,
     N_HEAD,
     N_HEAD_KV,
@@ -61,6 +61,9 @@ def on_places(kinds: Iterable[str], fast: Sequence[str] = ("CPU", "split")) -> p
     ]
     return pytest.mark.parametrize(("kind", "place"), cases)
 
+
+MIXERS = ("attn_out", "conv_out", "mamba_out", "delta_out")
+"""Names of what the mixer of a layer gives."""
 
 FLAT = [kind for kind in KINDS if not kind.startswith("mamba")]
 
@@ -112,14 +115,14 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
         elif kind.startswith("mamba"):
             x = x + found[at + "ssm_out"]
         else:
-            mixed = "conv_out" if kind in HYBRID and not i % 2 else "attn_out"
+            mixed = next(name for name in MIXERS if at + name in found)
             near(found[at + "ffn_inp"], x + found[at + mixed])
             before = at + ("post_attention_norm" if kind in POST_ATTENTION else "ffn_norm")
             if kind not in NO_NORMS:
                 near(found[before], norm(kind, found[at + "ffn_inp"], weights[before + ".weight"]))
             x = found[at + "ffn_inp"] + found[at + "ffn_out"]
         near(found[at + "out"], x)
-    last_norm = "token_embd_norm.weight" if kind in HYBRID else "output_norm.weight"
+    last_norm = "token_embd_norm.weight" if kind in LFM else "output_norm.weight"
     near(found["output_norm"], norm(kind, x, weights[last_norm]))
     output = weights.get("output.weight", weights["token_embd.weight"])
     near(found["output"], found["output_norm"] @ output.T, 1e-4)

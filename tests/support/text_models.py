@@ -17,16 +17,17 @@ N_EXPERT, N_USED, N_SHARED = 4, 2, 256
 YARN: Mapping[str, Any] = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
 }  # fmt: skip
-HYBRID = ("lfm2", "lfm2moe")
+LFM = ("lfm2", "lfm2moe")
+HYBRID = ("lfm2", "lfm2moe", "granitehybrid")
 """Architectures of which only every other layer, from the second on, has attention."""
 HYPHENATED = ("gpt-oss", "command-r")
 """Architectures with a `-`, which else parts an architecture from a variant."""
 GEMMA = ("gemma2", "gemma3")
-HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4", *HYBRID)
+HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4", *LFM)
 POST_NORMS = (*GEMMA, "glm4", "olmo2", "exaone4")
 NO_NORMS = ("olmo2", "exaone4")
 FUSED = ("phi3", "glm4")
-TIED = (*GEMMA, "command-r", "cohere2", *HYBRID)
+TIED = (*GEMMA, "command-r", "cohere2", *LFM)
 PARALLEL = ("command-r", "cohere2")
 CHOICE_BIAS = ("lfm2moe", "deepseek2-groups", "glm4moe")
 N_LATENT, N_ROTATED, N_PLAIN, N_QUERY, N_OUT = 256, 32, 64, 256, 64
@@ -39,6 +40,11 @@ LATENT: Mapping[str, Any] = {
 }  # fmt: skip
 N_LAYER_LITE = 27
 """Layers of DeepSeek V2 Lite, whose queries have no latent vector."""
+N_GROUP, N_MAMBA_HEAD, N_MAMBA_STATE = 2, 8, 64
+MAMBA2: Mapping[str, Any] = {
+    "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_MAMBA_STATE,
+    "ssm.time_step_rank": N_MAMBA_HEAD, "ssm.group_count": N_GROUP,
+}  # fmt: skip
 POST_ATTENTION = ("gpt-oss", "seed_oss", "glm4moe")
 """Architectures whose norm before the feed-forward part is `post_attention_norm`."""
 LAYERS = {"gemma3": 7, "cohere2": 5, "olmo2": 5, "smollm3": 5}
@@ -63,6 +69,15 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "mamba": {
         "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_STATE,
         "ssm.time_step_rank": N_DT,
+    },
+    "mamba2": MAMBA2,
+    "granitehybrid": {
+        **MAMBA2, "embedding_scale": 3.0, "logit_scale": 2.0, "residual_scale": 0.5,
+        "rope.scaling.finetuned": False,
+    },
+    "granitehybrid-experts": {
+        **MAMBA2, "expert_count": N_EXPERT, "expert_used_count": N_USED, "attention.scale": 0.25,
+        "expert_shared_feed_forward_length": N_SHARED,
     },
     "mamba-norms": {
         "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_STATE,
@@ -168,7 +183,7 @@ def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
             "attention.head_count_kv": N_HEAD_KV, "attention.key_length": N_KEY,
             "attention.value_length": N_KEY, "rope.dimension_count": N_KEY, "vocab_size": N_VOCAB,
         }  # fmt: skip
-    if kind in HYBRID:
+    if parts_of(kind)[0] in HYBRID:
         sizes["attention.head_count_kv"] = np.array([N_HEAD_KV * (i % 2) for i in range(n_layer)], np.int32)
     found = {**sizes, **KINDS[kind]}
     if n_layer == N_LAYER_LITE:
@@ -216,7 +231,7 @@ def write_text_model(
         vector(name, n, around=1.0)
 
     matrix("token_embd.weight", N_VOCAB, N_EMBD, scale=2.0 if arch in TIED else 8.0)
-    norm("token_embd_norm.weight" if arch in HYBRID else "output_norm.weight")
+    norm("token_embd_norm.weight" if arch in LFM else "output_norm.weight")
     if not tied and arch not in TIED:
         matrix("output.weight", N_VOCAB, N_EMBD, scale=2.0)
     if variant == "factors":
@@ -226,6 +241,19 @@ def write_text_model(
         at = f"blk.{i}."
         if arch not in NO_NORMS:
             norm(at + "attn_norm.weight")
+        if arch == "mamba2" or (arch == "granitehybrid" and not i % 2):
+            n_channels = N_INNER + 2 * N_GROUP * N_MAMBA_STATE
+            matrix(at + "ssm_in.weight", N_INNER + n_channels + N_MAMBA_HEAD, N_EMBD)
+            vector(at + "ssm_conv1d.weight", n_channels, N_CONV, around=0.3)
+            vector(at + "ssm_conv1d.bias", n_channels)
+            vector(at + "ssm_dt.bias", N_MAMBA_HEAD)
+            decays = -np.exp(rng.standard_normal((N_MAMBA_HEAD, 1)))
+            tensors[at + "ssm_a"] = decays.astype(np.float32)
+            vector(at + "ssm_d", N_MAMBA_HEAD, 1, around=1.0)
+            vector(at + "ssm_norm.weight", N_GROUP, N_INNER // N_GROUP, around=1.0)
+            matrix(at + "ssm_out.weight", N_EMBD, N_INNER)
+        if arch == "mamba2":
+            continue
         if arch == "mamba":
             matrix(at + "ssm_in.weight", 2 * N_INNER, N_EMBD)
             vector(at + "ssm_conv1d.weight", N_INNER, N_CONV)
@@ -237,7 +265,7 @@ def write_text_model(
             vector(at + "ssm_d", N_INNER, around=1.0)
             matrix(at + "ssm_out.weight", N_EMBD, N_INNER)
             continue
-        if arch in HYBRID and not i % 2:
+        if arch in LFM and not i % 2:
             vector(at + "shortconv.conv.weight", N_EMBD, 3, around=0.5)
             matrix(at + "shortconv.in_proj.weight", 3 * N_EMBD, N_EMBD)
             matrix(at + "shortconv.out_proj.weight", N_EMBD, N_EMBD)
@@ -253,6 +281,8 @@ def write_text_model(
             norm(at + "attn_kv_a_norm.weight", N_LATENT)
             matrix(at + "attn_k_b.weight", N_LATENT, N_PLAIN, N_HEAD)
             matrix(at + "attn_v_b.weight", N_OUT, N_LATENT, N_HEAD)
+        elif arch in HYBRID and not i % 2:
+            pass
         elif arch == "phi3":
             matrix(at + "attn_qkv.weight", n_q + 2 * n_kv, N_EMBD)
         else:
@@ -293,7 +323,10 @@ def write_text_model(
             vector(at + "ffn_gate_inp.bias", N_EXPERT)
             for part, n in (("gate", N_FF), ("up", N_FF), ("down", N_EMBD)):
                 vector(f"{at}ffn_{part}_exps.bias", N_EXPERT, n)
-        is_shared = arch in ("qwen2moe", "deepseek2", "glm4moe") or kind == "granite-experts"
+        is_shared = arch in ("qwen2moe", "deepseek2", "glm4moe") or kind in (
+            "granite-experts",
+            "granitehybrid-experts",
+        )
         if is_mixture and is_shared:
             matrix(at + "ffn_gate_shexp.weight", N_SHARED, N_EMBD)
             matrix(at + "ffn_up_shexp.weight", N_SHARED, N_EMBD)

@@ -22,7 +22,7 @@ from ggmlb.models.text.blocks.feed_forward import (
 )
 from ggmlb.models.text.blocks.latent import LatentAttention
 from ggmlb.models.text.blocks.layer import NONE, POST, Layer, Residual, decoder_layers
-from ggmlb.models.text.blocks.mamba import Mamba
+from ggmlb.models.text.blocks.mamba import Mamba, Mamba2
 
 __all__ = [
     "NONE",
@@ -34,6 +34,7 @@ __all__ = [
     "LatentAttention",
     "Layer",
     "Mamba",
+    "Mamba2",
     "Parallel",
     "Recurrent",
     "Residual",

@@ -1,4 +1,4 @@
-"""Mamba: the selective scan over the tokens of a sequence."""
+"""Mamba and Mamba2: the selective scan over the tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -115,3 +115,106 @@ class Mamba(Recurrent):
         row = table.ne[0]
         graph.keep(table, ctx.view_2d(packed, row, n_sequences, row * element, n * element))
         return ctx.reshape_3d(ctx.view_1d(packed, n), self.n_inner, n_tokens, n_sequences)
+
+
+@dataclass(frozen=True)
+class Mamba2(Recurrent):
+    """A recurrent block: a convolution, and the selective scan of heads, each with one decay.
+
+    Attributes:
+        n_conv: Width of the convolution [tokens].
+        n_inner: Channels of all heads.
+        n_state: Elements of a channel's state.
+        n_head: Heads.
+        n_group: Groups of heads that share B and C.
+    """
+
+    output = "mamba_out"
+
+    n_conv: int
+    n_inner: int
+    n_state: int
+    n_head: int
+    n_group: int
+
+    @classmethod
+    def read(cls, keys: Keys) -> Mamba2:
+        """Read the sizes of all layers; raise a ModelError if metadata is missing or wrong."""
+        n_inner, n_head = keys.count("ssm.inner_size"), keys.count("ssm.time_step_rank")
+        n_group = keys.count("ssm.group_count")
+        for key, n, of in (
+            ("ssm.time_step_rank", n_head, n_inner),
+            ("ssm.group_count", n_group, n_inner),
+            ("ssm.group_count", n_group, n_head),
+        ):
+            if of % n:
+                raise keys.error(key, f"it is {n}; it must divide {of}")
+        n_conv, n_state = keys.count("ssm.conv_kernel", least=2), keys.count("ssm.state_size")
+        return cls(n_conv, n_inner, n_state, n_head, n_group)
+
+    @property
+    def n_channels(self) -> int:
+        """Channels of the convolution: inputs, B and C."""
+        return self.n_inner + 2 * self.n_group * self.n_state
+
+    @property
+    def states(self) -> Mapping[str, int]:
+        """Elements of the convolution's last inputs, and of the scan's states."""
+        return {
+            "state_conv": (self.n_conv - 1) * self.n_channels,
+            "state_scan": self.n_state * self.n_inner,
+        }
+
+    def weights(self, n_embd: int) -> Sequence[Weight]:
+        """Return the weights of the products, the convolution, the scan and the norm."""
+        return [
+            Weight("ssm_in.weight", (self.n_inner + self.n_channels + self.n_head, n_embd), "product"),
+            Weight("ssm_conv1d.weight", (self.n_channels, self.n_conv)),
+            Weight("ssm_conv1d.bias", (self.n_channels,), is_optional=True),
+            Weight("ssm_dt.bias", (self.n_head,)),
+            Weight("ssm_a", (self.n_head, 1)),
+            Weight("ssm_d", (self.n_head, 1)),
+            Weight("ssm_norm.weight", (self.n_group, self.n_inner // self.n_group)),
+            Weight("ssm_out.weight", (n_embd, self.n_inner), "product"),
+        ]
+
+    def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
+        """Add the nodes of a layer to a graph: each token is mixed with the earlier ones of its sequence."""
+        ctx, w, at, sizes = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
+        found = graph.product(at + "ssm_in", x)
+        found = ctx.reshape_3d(found, found.ne[0], *sizes)
+        starts = (0, self.n_inner, self.n_inner + self.n_channels)
+        gate, x, dt = (
+            ctx.view_3d(found, n, *sizes, found.nb[1], found.nb[2], start * found.nb[0])
+            for n, start in zip((self.n_inner, self.n_channels, self.n_head), starts, strict=True)
+        )
+        x = convolve(graph, layer, x, "ssm_conv1d.weight")
+        bias = w.get(at + "ssm_conv1d.bias")
+        x = graph.label(at + "ssm_conv", ctx.silu(x if bias is None else ctx.add(x, bias)))
+        y = self._scan(graph, layer, x, ctx.add(ctx.cont(dt), w[at + "ssm_dt.bias"]))
+        y = ctx.swiglu_split(ctx.cont(gate), graph.label(at + "ssm_scan", y))
+        y = ctx.reshape_4d(graph.label(at + "ssm_act", y), self.n_inner // self.n_group, self.n_group, *sizes)
+        y = graph.norm(at + "ssm_norm", y, self.n_group, y.ne[0])
+        y = graph.product(at + "ssm_out", ctx.reshape_2d(y, self.n_inner, found.ne[1] * found.ne[2]))
+        return graph.outputs_of(layer, y)
+
+    def _scan(self, graph: LayersGraph, layer: int, x: Tensor, dt: Tensor) -> Tensor:
+        """The selective scan of inputs, B and C, that `x` holds: `[n_inner, n_tokens, n_sequences]`."""
+        ctx, w, at, sizes = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
+        size, element = self.n_inner // self.n_head, x.nb[0]
+        start = 0
+        parts = []
+        for n, n_rows in ((size, self.n_head), (self.n_state, self.n_group), (self.n_state, self.n_group)):
+            part = ctx.view_4d(x, n, n_rows, *sizes, n * element, x.nb[1], x.nb[2], start * element)
+            parts.append(part)
+            start += n * n_rows
+        inputs, b, c = parts
+        table = graph.states(layer, "state_scan")
+        states = ctx.reshape_4d(table, self.n_state, size, self.n_head, table.ne[1])
+        packed = ctx.ssm_scan(states, inputs, dt, w[at + "ssm_a"], b, c, graph.slots)
+        n = inputs.n_elements
+        row = table.ne[0]
+        graph.keep(table, ctx.view_2d(packed, row, sizes[1], row * element, n * element))
+        y = ctx.reshape_4d(ctx.view_1d(packed, n), size, self.n_head, *sizes)
+        y = ctx.add(y, ctx.mul(inputs, w[at + "ssm_d"]))
+        return ctx.reshape_3d(y, self.n_inner, *sizes)
