@@ -24,7 +24,7 @@ REFUSED = {
 
 SUPPORTED = {
     "expert_group_count": ("deepseek2", "glm4moe", "lfm2moe"),
-    "nextn_predict_layers": ("deepseek2", "glm4moe"),
+    "nextn_predict_layers": ("deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next"),
 }
 """Architectures that follow such a key."""
 
@@ -73,7 +73,7 @@ def test_sizes_of_nothing_are_refused(read: Reader, kind: str) -> None:
         for key, value in sizes_of(kind, 7).items()
         if isinstance(value, (int, float)) and read.outcome(kind, key, type(value)(0), plain) != "refused"
     }
-    own = {"logit_scale"} if kind in ("command-r", "cohere2") else set()
+    own = {"logit_scale"} if kind in ("command-r", "cohere2", "granitehybrid") else set()
     assert none <= MAY_BE_NONE | own
 
 

@@ -18,12 +18,12 @@ YARN: Mapping[str, Any] = {
     "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
 }  # fmt: skip
 LFM = ("lfm2", "lfm2moe")
-HYBRID = ("lfm2", "lfm2moe", "granitehybrid")
+HYBRID = ("lfm2", "lfm2moe", "granitehybrid", "qwen3next", "qwen35", "qwen35moe")
 """Architectures of which only every other layer, from the second on, has attention."""
 HYPHENATED = ("gpt-oss", "command-r")
 """Architectures with a `-`, which else parts an architecture from a variant."""
 GEMMA = ("gemma2", "gemma3")
-HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4", *LFM)
+HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4", "qwen3next", "qwen35", "qwen35moe", *LFM)
 POST_NORMS = (*GEMMA, "glm4", "olmo2", "exaone4")
 NO_NORMS = ("olmo2", "exaone4")
 FUSED = ("phi3", "glm4")
@@ -45,7 +45,13 @@ MAMBA2: Mapping[str, Any] = {
     "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_MAMBA_STATE,
     "ssm.time_step_rank": N_MAMBA_HEAD, "ssm.group_count": N_GROUP,
 }  # fmt: skip
-POST_ATTENTION = ("gpt-oss", "seed_oss", "glm4moe")
+N_DELTA, N_DELTA_HEAD, N_DELTA_KEY = 64, 4, 2
+DELTA: Mapping[str, Any] = {
+    "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_DELTA * N_DELTA_HEAD, "ssm.state_size": N_DELTA,
+    "ssm.time_step_rank": N_DELTA_HEAD, "ssm.group_count": N_DELTA_KEY, "full_attention_interval": 2,
+}  # fmt: skip
+NEXT = ("qwen3next", "qwen35", "qwen35moe")
+POST_ATTENTION = (*NEXT, "gpt-oss", "seed_oss", "glm4moe")
 """Architectures whose norm before the feed-forward part is `post_attention_norm`."""
 LAYERS = {"gemma3": 7, "cohere2": 5, "olmo2": 5, "smollm3": 5}
 """Of architectures with a period of layers; others have 3."""
@@ -71,6 +77,16 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "ssm.time_step_rank": N_DT,
     },
     "mamba2": MAMBA2,
+    "qwen3next": {
+        **DELTA, "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_FF,
+        "expert_shared_feed_forward_length": N_SHARED,
+    },
+    "qwen35": {**DELTA, "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)},
+    "qwen35moe": {
+        **DELTA, "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_FF,
+        "expert_shared_feed_forward_length": N_SHARED,
+        "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
+    },
     "granitehybrid": {
         **MAMBA2, "embedding_scale": 3.0, "logit_scale": 2.0, "residual_scale": 0.5,
         "rope.scaling.finetuned": False,
@@ -183,7 +199,7 @@ def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
             "attention.head_count_kv": N_HEAD_KV, "attention.key_length": N_KEY,
             "attention.value_length": N_KEY, "rope.dimension_count": N_KEY, "vocab_size": N_VOCAB,
         }  # fmt: skip
-    if parts_of(kind)[0] in HYBRID:
+    if parts_of(kind)[0] in HYBRID and "full_attention_interval" not in KINDS[kind]:
         sizes["attention.head_count_kv"] = np.array([N_HEAD_KV * (i % 2) for i in range(n_layer)], np.int32)
     found = {**sizes, **KINDS[kind]}
     if n_layer == N_LAYER_LITE:
@@ -281,12 +297,25 @@ def write_text_model(
             norm(at + "attn_kv_a_norm.weight", N_LATENT)
             matrix(at + "attn_k_b.weight", N_LATENT, N_PLAIN, N_HEAD)
             matrix(at + "attn_v_b.weight", N_OUT, N_LATENT, N_HEAD)
+        elif arch in NEXT and not i % 2:
+            n_inner = N_DELTA * N_DELTA_HEAD
+            n_channels = n_inner + 2 * N_DELTA * N_DELTA_KEY
+            matrix(at + "attn_qkv.weight", n_channels, N_EMBD)
+            matrix(at + "attn_gate.weight", n_inner, N_EMBD)
+            ends = ("ba",) if arch == "qwen3next" else ("beta", "alpha")
+            for end in ends:
+                matrix(f"{at}ssm_{end}.weight", 2 * N_DELTA_HEAD // len(ends), N_EMBD)
+            vector(at + "ssm_conv1d.weight", n_channels, N_CONV, around=0.3)
+            vector(at + "ssm_dt.bias", N_DELTA_HEAD)
+            tensors[at + "ssm_a"] = -np.exp(rng.standard_normal(N_DELTA_HEAD)).astype(np.float32)
+            norm(at + "ssm_norm.weight", N_DELTA)
+            matrix(at + "ssm_out.weight", N_EMBD, n_inner)
         elif arch in HYBRID and not i % 2:
             pass
         elif arch == "phi3":
             matrix(at + "attn_qkv.weight", n_q + 2 * n_kv, N_EMBD)
         else:
-            for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv)):
+            for part, n in (("q", n_q * (1 + (arch in NEXT))), ("k", n_kv), ("v", n_kv)):
                 matrix(f"{at}attn_{part}.weight", n, N_EMBD)
                 if arch in ("qwen2", "qwen2moe", "gpt-oss", "seed_oss", "glm4moe"):
                     vector(f"{at}attn_{part}.bias", n)
@@ -323,7 +352,7 @@ def write_text_model(
             vector(at + "ffn_gate_inp.bias", N_EXPERT)
             for part, n in (("gate", N_FF), ("up", N_FF), ("down", N_EMBD)):
                 vector(f"{at}ffn_{part}_exps.bias", N_EXPERT, n)
-        is_shared = arch in ("qwen2moe", "deepseek2", "glm4moe") or kind in (
+        is_shared = arch in ("qwen2moe", "qwen3next", "qwen35moe", "deepseek2", "glm4moe") or kind in (
             "granite-experts",
             "granitehybrid-experts",
         )
@@ -331,7 +360,7 @@ def write_text_model(
             matrix(at + "ffn_gate_shexp.weight", N_SHARED, N_EMBD)
             matrix(at + "ffn_up_shexp.weight", N_SHARED, N_EMBD)
             matrix(at + "ffn_down_shexp.weight", N_EMBD, N_SHARED)
-        if arch == "qwen2moe":
+        if arch in ("qwen2moe", "qwen3next", "qwen35moe"):
             tensors[at + "ffn_gate_inp_shexp.weight"] = rng.standard_normal(N_EMBD).astype(np.float32) / 16
         if is_mixture and (arch in CHOICE_BIAS or kind in CHOICE_BIAS):
             bias = rng.permutation(np.linspace(-0.5, 0.5, n_expert))

@@ -79,7 +79,7 @@ class Token(NamedTuple):
     wants_logits: bool = False
 
 
-class Step(NamedTuple):
+class BatchStep(NamedTuple):
     """The tokens of a batch that one graph computes.
 
     Attributes:
@@ -371,13 +371,13 @@ class Decoder:
             raise
         return found
 
-    def _steps(self, sequences: npt.NDArray[np.int32]) -> Iterator[Step]:
+    def _steps(self, sequences: npt.NDArray[np.int32]) -> Iterator[BatchStep]:
         """Yield the steps of a batch, given the sequence of each token."""
         n, start = len(sequences), 0
         if self._memory.slots is None:
             while start < n:
                 end = start + self._part(n - start)
-                yield Step(np.arange(start, end))
+                yield BatchStep(np.arange(start, end))
                 start = end
             return
         left: dict[int, list[int]] = defaultdict(list)
@@ -388,7 +388,7 @@ class Decoder:
             n_tokens = 1 << (most.bit_length() - 1)
             step = {s: places[:n_tokens] for s, places in left.items() if len(places) >= n_tokens}
             left = {s: rest for s, p in left.items() if (rest := p[n_tokens:] if s in step else p)}
-            yield Step(np.array([i for places in step.values() for i in places]), tuple(step))
+            yield BatchStep(np.array([i for places in step.values() for i in places]), tuple(step))
 
     def _fail(self, cells: npt.NDArray[np.int64] | None = None, sequences: Collection[int] = ()) -> None:
         """Remove what the queued steps wrote, and a failed batch, of which `cells` and `sequences` are given.

@@ -117,6 +117,16 @@ class Keys:
             raise self.error(key, f"it is {self._meta.slot(name)}; it must be an array of bools or integers")
         return (*(found[:n_layer] != 0).tolist(), *(False,) * (n_layer - found.size))
 
+    def numbers(self, key: str, n: int) -> tuple[int, ...] | None:
+        """Return an array of `n` integers; `None` without the key."""
+        name = self._name(key)
+        if name not in self._meta:
+            return None
+        found = self._meta.numbers(name) if self._meta.slot(name).length is not None else None
+        if found is None or found.dtype.kind not in "iu" or found.shape != (n,):
+            raise self.error(key, f"it is {self._meta.slot(name)}; it must be {n} integers")
+        return tuple(found.tolist())
+
     def error(self, key: str, found: str) -> ModelError:
         """Return (not raise) a ModelError that names the file and the key, and states the fault `found`."""
         return self._meta.error(self._name(key), found)

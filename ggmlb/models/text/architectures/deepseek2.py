@@ -51,5 +51,5 @@ def _attention(keys: Keys) -> LatentAttention:
         temperature=(temperature, period) if temperature else None,
         n_plain=n_key - n_rotated,
         n_out=n_out,
-        n_query=keys.count("attention.q_lora_rank", 0, 0),
+        n_latent_query=keys.count("attention.q_lora_rank", 0, 0),
     )

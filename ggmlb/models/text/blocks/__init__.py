@@ -10,6 +10,7 @@ from ggmlb.models.text.blocks.attention import (
 )
 from ggmlb.models.text.blocks.block import Block, Parallel, Recurrent, Slices, Weight
 from ggmlb.models.text.blocks.convolution import ShortConv
+from ggmlb.models.text.blocks.delta import GatedDelta
 from ggmlb.models.text.blocks.feed_forward import (
     Experts,
     FeedForward,
@@ -18,6 +19,7 @@ from ggmlb.models.text.blocks.feed_forward import (
     feed_forwards,
     leading_dense,
     routing,
+    scaled_shared,
     shared_mixtures,
 )
 from ggmlb.models.text.blocks.latent import LatentAttention
@@ -31,6 +33,7 @@ __all__ = [
     "Block",
     "Experts",
     "FeedForward",
+    "GatedDelta",
     "LatentAttention",
     "Layer",
     "Mamba",
@@ -51,6 +54,7 @@ __all__ = [
     "feed_forwards",
     "leading_dense",
     "routing",
+    "scaled_shared",
     "shared_mixtures",
     "windowed",
 ]

@@ -80,6 +80,8 @@ class Attention(Block):
         softcap: Soft cap of the scores; 0: none.
         has_sinks: Whether each head has a sink: a score that only the denominator of the soft max counts.
         is_fused: Whether one weight, `attn_qkv`, holds the projections of queries, keys and values.
+        is_gated: Whether the projection of queries holds, after each head's query, a gate whose sigmoid
+            multiplies the head's output.
         temperature: Factor and period [tokens] of the scale of queries by position:
             `1 + factor * log(1 + position // period)`; `None`: it is 1.
     """
@@ -97,7 +99,13 @@ class Attention(Block):
     softcap: float = 0.0
     has_sinks: bool = False
     is_fused: bool = False
+    is_gated: bool = False
     temperature: tuple[float, int] | None = None
+
+    @property
+    def n_query(self) -> int:
+        """Elements that a head has in the projection of queries: those of the query, and of its gate."""
+        return self.n_key + self.n_value if self.is_gated else self.n_key
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -111,7 +119,7 @@ class Attention(Block):
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of projections, norms and sinks."""
         n_q = self.n_head // self.n_head_kv
-        sizes = n_q * self.n_key, self.n_key, self.n_value
+        sizes = n_q * self.n_query, self.n_key, self.n_value
         if self.is_fused:
             parts: dict[str, tuple[int, ...]] = {"attn_qkv": sizes}
         else:
@@ -140,6 +148,11 @@ class Attention(Block):
         """Add the nodes of projections, of attention and of its output product to a graph."""
         at = f"blk.{layer}."
         query, key, value = self._projections(graph, at, x)
+        gate: Tensor | None = None
+        if self.is_gated:
+            strides, end = (query.nb[1], query.nb[2]), self.n_key * query.nb[0]
+            gate = graph.ctx.view_3d(query, self.n_value, self.n_head, x.ne[1], *strides, end)
+            query = graph.ctx.view_3d(query, self.n_key, self.n_head, x.ne[1], *strides, 0)
         if self.norms in ("head", "heads"):
             query = graph.norm(at + "attn_q_norm", query, self.n_head, self.n_key)
             key = graph.norm(at + "attn_k_norm", key, self.n_head_kv, self.n_key)
@@ -151,6 +164,8 @@ class Attention(Block):
         graph.label(at + "attn_k_rope", key, self.n_head_kv, self.n_key)
         mixed = graph.attend(self, layer, query, key, value)
         graph.label(at + "attn_heads", mixed, self.n_head, self.n_value)
+        if gate is not None:
+            mixed = graph.ctx.mul(mixed, graph.ctx.sigmoid(graph.ctx.cont(gate)))
         seen = graph.ctx.reshape_2d(mixed, self.n_value * self.n_head, x.ne[1])
         return graph.product(at + "attn_output", graph.outputs_of(layer, seen))
 
@@ -161,7 +176,7 @@ class Attention(Block):
     def _projections(self, graph: LayersGraph, at: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values as `[n_key or n_value, heads, n_tokens]`."""
         ctx, n = graph.ctx, x.ne[1]
-        sizes = ((self.n_key, self.n_head), (self.n_key, self.n_head_kv), (self.n_value, self.n_head_kv))
+        sizes = ((self.n_query, self.n_head), (self.n_key, self.n_head_kv), (self.n_value, self.n_head_kv))
         if not self.is_fused:
             rows = [graph.product(f"{at}attn_{part}", x) for part in "qkv"]
             if self.norms == "row":

@@ -284,3 +284,17 @@ def shared_mixtures(keys: Keys, is_sigmoid: bool, has_choice_bias: bool | None =
         shared = FeedForward(part.n_ff * n_shared, suffix="_shexp")
         mixtures.append(Parallel((part, shared)) if n_shared else part)
     return leading_dense(keys, mixtures)
+
+
+def scaled_shared(keys: Keys, parts: Iterable[Block]) -> list[Block]:
+    """Return mixtures, each with an expert that all tokens use, and whose output is scaled.
+
+    Raises:
+        ModelError: Metadata is missing or wrong.
+    """
+    size = keys.count("feed_forward_length", 0, 0)
+    size = keys.count("expert_shared_feed_forward_length", 0, 0) or size
+    if not size:
+        raise keys.error("expert_shared_feed_forward_length", f"it is {size}; it must be 1 or more")
+    shared = FeedForward(size, suffix="_shexp", is_scaled=True)
+    return [Parallel((part, shared)) for part in parts]

@@ -25,12 +25,12 @@ class LatentAttention(Attention):
     Attributes:
         n_plain: Elements of a head's query that are not rotated.
         n_out: Elements of a value in a head.
-        n_query: Elements of the latent vector of queries; 0: queries have none.
+        n_latent_query: Elements of the latent vector of queries; 0: queries have none.
     """
 
     n_plain: int = 0
     n_out: int = 0
-    n_query: int = 0
+    n_latent_query: int = 0
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -45,11 +45,11 @@ class LatentAttention(Attention):
         """Return the weights of projections and norms."""
         n = self.n_head * (self.n_plain + self.n_key - self.n_value)
         found = [Weight("attn_q.weight", (n, n_embd), "product")]
-        if self.n_query:
+        if self.n_latent_query:
             found = [
-                Weight("attn_q_a.weight", (self.n_query, n_embd), "product"),
-                Weight("attn_q_a_norm.weight", (self.n_query,)),
-                Weight("attn_q_b.weight", (n, self.n_query), "product"),
+                Weight("attn_q_a.weight", (self.n_latent_query, n_embd), "product"),
+                Weight("attn_q_a_norm.weight", (self.n_latent_query,)),
+                Weight("attn_q_b.weight", (n, self.n_latent_query), "product"),
             ]
         return [
             *found,
@@ -65,7 +65,7 @@ class LatentAttention(Attention):
         ctx, at, n = graph.ctx, f"blk.{layer}.", x.ne[1]
         assert self.rope is not None
         n_rotated = self.n_key - self.n_value
-        if self.n_query:
+        if self.n_latent_query:
             query = graph.norm(at + "attn_q_a_norm", graph.product(at + "attn_q_a", x))
             query = graph.product(at + "attn_q_b", query)
         else:
