@@ -15,7 +15,7 @@ from ggmlb.optimize import AdamW, Result
 from tests.models.test_inside import PLACES, on_places
 from tests.support.text_models import HYBRID, KINDS, has_experts
 
-TRAINABLE = [k for k in KINDS if not (has_experts(k) or k.startswith("mamba") or k in HYBRID)]
+TRAINABLE = [k for k in KINDS if not (has_experts(k) or k.startswith("mamba") or k in (*HYBRID, "falcon-h1"))]
 
 TEXT = [1, *(260 + i * i % 23 for i in range(96))]
 """Squares, which repeat."""

@@ -115,11 +115,13 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
         elif kind.startswith("mamba"):
             x = x + found[at + "ssm_out"]
         else:
-            mixed = next(name for name in MIXERS if at + name in found)
-            near(found[at + "ffn_inp"], x + found[at + mixed])
+            near(found[at + "ffn_inp"], x + sum(found[at + name] for name in MIXERS if at + name in found))
             before = at + ("post_attention_norm" if kind in POST_ATTENTION else "ffn_norm")
             if kind not in NO_NORMS:
-                near(found[before], norm(kind, found[at + "ffn_inp"], weights[before + ".weight"]))
+                near(
+                    found[before],
+                    norm(kind, found[at + "ffn_inp"], weights.get(before + ".weight", weights.get(before))),
+                )
             x = found[at + "ffn_inp"] + found[at + "ffn_out"]
         near(found[at + "out"], x)
     last_norm = "token_embd_norm.weight" if kind in LFM else "output_norm.weight"

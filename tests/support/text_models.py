@@ -20,7 +20,7 @@ YARN: Mapping[str, Any] = {
 LFM = ("lfm2", "lfm2moe")
 HYBRID = ("lfm2", "lfm2moe", "granitehybrid", "qwen3next", "qwen35", "qwen35moe")
 """Architectures of which only every other layer, from the second on, has attention."""
-HYPHENATED = ("gpt-oss", "command-r")
+HYPHENATED = ("gpt-oss", "command-r", "falcon-h1")
 """Architectures with a `-`, which else parts an architecture from a variant."""
 GEMMA = ("gemma2", "gemma3")
 HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4", "qwen3next", "qwen35", "qwen35moe", *LFM)
@@ -77,6 +77,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "ssm.time_step_rank": N_DT,
     },
     "mamba2": MAMBA2,
+    "falcon-h1": MAMBA2,
     "qwen3next": {
         **DELTA, "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_FF,
         "expert_shared_feed_forward_length": N_SHARED,
@@ -257,7 +258,7 @@ def write_text_model(
         at = f"blk.{i}."
         if arch not in NO_NORMS:
             norm(at + "attn_norm.weight")
-        if arch == "mamba2" or (arch == "granitehybrid" and not i % 2):
+        if arch in ("mamba2", "falcon-h1") or (arch == "granitehybrid" and not i % 2):
             n_channels = N_INNER + 2 * N_GROUP * N_MAMBA_STATE
             matrix(at + "ssm_in.weight", N_INNER + n_channels + N_MAMBA_HEAD, N_EMBD)
             vector(at + "ssm_conv1d.weight", n_channels, N_CONV, around=0.3)
@@ -266,7 +267,8 @@ def write_text_model(
             decays = -np.exp(rng.standard_normal((N_MAMBA_HEAD, 1)))
             tensors[at + "ssm_a"] = decays.astype(np.float32)
             vector(at + "ssm_d", N_MAMBA_HEAD, 1, around=1.0)
-            vector(at + "ssm_norm.weight", N_GROUP, N_INNER // N_GROUP, around=1.0)
+            if arch != "falcon-h1":
+                vector(at + "ssm_norm.weight", N_GROUP, N_INNER // N_GROUP, around=1.0)
             matrix(at + "ssm_out.weight", N_EMBD, N_INNER)
         if arch == "mamba2":
             continue
@@ -340,7 +342,7 @@ def write_text_model(
         if arch in POST_NORMS:
             norm(at + "post_ffw_norm.weight")
         if arch not in (*NO_NORMS, *PARALLEL, *POST_ATTENTION):
-            norm(at + "ffn_norm.weight")
+            norm(at + ("ffn_norm" if arch == "falcon-h1" else "ffn_norm.weight"))
         is_mixture = has_experts(kind) and i >= KINDS[kind].get("leading_dense_block_count", 0)
         if is_mixture:
             n_expert, n_ff = KINDS[kind]["expert_count"], KINDS[kind].get("expert_feed_forward_length", N_FF)

@@ -56,11 +56,13 @@ class ModelLayout:
         """Return the sources of weights, without the optional ones that the file lacks."""
         found = {}
         for weight in weights:
-            full = prefix + weight.name
-            if full in self.file or not weight.is_optional:
-                self._check(full, weight.shape)
+            full = name = prefix + weight.name
+            if full not in self.file and full.removesuffix(".weight") in self.file:
+                name = full.removesuffix(".weight")  # as some norms are written
+            if name in self.file or not weight.is_optional:
+                self._check(name, weight.shape)
                 kind = weight.kind
-                found[full] = Source((full,), weight.shape, kind != "vector", kind == "product")
+                found[full] = Source((name,), weight.shape, kind != "vector", kind == "product")
         return found
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:

@@ -87,6 +87,7 @@ class Attention(Block):
     """
 
     output = "attn_out"
+    mixes_tokens = True
 
     n_head: int
     n_head_kv: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from ggmlb import Tensor
@@ -48,7 +48,13 @@ class Weight(NamedTuple):
 
 
 class Block(ABC):
-    """A part of a layer: its sizes, its weights, and its nodes in a graph."""
+    """A part of a layer: its sizes, its weights, and its nodes in a graph.
+
+    Attributes:
+        mixes_tokens: Whether its output depends on other tokens of the sequence.
+    """
+
+    mixes_tokens: ClassVar[bool] = False
 
     @property
     def output(self) -> str:
@@ -83,6 +89,8 @@ class Block(ABC):
 class Recurrent(Block):
     """Base class of blocks that mix the tokens of a sequence by way of states."""
 
+    mixes_tokens = True
+
     @property
     @abstractmethod
     def states(self) -> Mapping[str, int]:
@@ -106,11 +114,11 @@ class Parallel(Block):
         return [weight for block in self.blocks for weight in block.weights(n_embd)]
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
-        """Add the nodes of all blocks, and return the sum of their outputs; the first may mix tokens."""
+        """Add the nodes of all blocks, first of those that mix tokens; return the sum of their outputs."""
         total: Tensor | None = None
-        for block in self.blocks:
-            y = block.apply(graph, layer, x)
-            x = graph.rows_like(y, x)
+        for block in sorted(self.blocks, key=lambda block: not block.mixes_tokens):
+            rows = x if total is None or block.mixes_tokens else graph.rows_like(total, x)
+            y = block.apply(graph, layer, rows)
             if block.output != self.output:
                 graph.label(f"blk.{layer}.{block.output}", y)
             total = y if total is None else graph.ctx.add(total, y)

@@ -174,7 +174,7 @@ class Mamba2(Recurrent):
             Weight("ssm_dt.bias", (self.n_head,)),
             Weight("ssm_a", (self.n_head, 1)),
             Weight("ssm_d", (self.n_head, 1)),
-            Weight("ssm_norm.weight", (self.n_group, self.n_inner // self.n_group)),
+            Weight("ssm_norm.weight", (self.n_group, self.n_inner // self.n_group), is_optional=True),
             Weight("ssm_out.weight", (n_embd, self.n_inner), "product"),
         ]
 
@@ -193,8 +193,10 @@ class Mamba2(Recurrent):
         x = graph.label(at + "ssm_conv", ctx.silu(x if bias is None else ctx.add(x, bias)))
         y = self._scan(graph, layer, x, ctx.add(ctx.cont(dt), w[at + "ssm_dt.bias"]))
         y = ctx.swiglu_split(ctx.cont(gate), graph.label(at + "ssm_scan", y))
-        y = ctx.reshape_4d(graph.label(at + "ssm_act", y), self.n_inner // self.n_group, self.n_group, *sizes)
-        y = graph.norm(at + "ssm_norm", y, self.n_group, y.ne[0])
+        y = graph.label(at + "ssm_act", y)
+        if at + "ssm_norm.weight" in w:
+            y = ctx.reshape_4d(y, self.n_inner // self.n_group, self.n_group, *sizes)
+            y = graph.norm(at + "ssm_norm", y, self.n_group, y.ne[0])
         y = graph.product(at + "ssm_out", ctx.reshape_2d(y, self.n_inner, found.ne[1] * found.ne[2]))
         return graph.outputs_of(layer, y)
 
