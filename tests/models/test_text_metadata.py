@@ -11,6 +11,7 @@ from ggmlb import ModelError
 from ggmlb.models import TextModel
 from ggmlb.models.text.architectures import architectures
 from ggmlb.models.text.keys import WITHOUT_EFFECT
+from ggmlb.models.text.state_cache import n_slots
 from tests.support.gguf_files import BOOL, UINT32, Typed, write_gguf
 from tests.support.text_metadata import KEYS, Reader
 from tests.support.text_models import KINDS, N_EMBD, N_VOCAB, sizes_of, vocabulary, write_text_model
@@ -75,6 +76,12 @@ def test_sizes_of_nothing_are_refused(read: Reader, kind: str) -> None:
     }
     own = {"logit_scale"} if kind in ("command-r", "cohere2", "granitehybrid") else set()
     assert none <= MAY_BE_NONE | own
+
+
+def test_large_states_have_few_slots(read: Reader) -> None:
+    """As many as fit 512 MiB, between the least number and the most; a layer has 2 KiB for each element."""
+    found = [n_slots(read("mamba", {"ssm.state_size": n}).recurrents) for n in (16, 1024, 4096, 1 << 15)]
+    assert found == [16, 16, 9, 4]
 
 
 def test_a_vocabulary_of_nothing_is_refused(read: Reader) -> None:

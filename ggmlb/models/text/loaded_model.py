@@ -15,6 +15,7 @@ from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.decoder import Decoder
 from ggmlb.models.text.experts import ON_HOST, ExpertCache
 from ggmlb.models.text.memory import SequenceMemory
+from ggmlb.models.text.state_cache import n_slots
 from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
@@ -83,9 +84,9 @@ class LoadedModel:
             if params.expert_cache is not None:
                 self.experts = ExpertCache(config, weights, homes, params.expert_cache)
                 resources.callback(self.experts.free)
-            mixers = config.attentions, config.recurrents
+            sizes = params.n_ctx, params.kv_type, n_slots(config.recurrents)
             with _no_room_for(params.n_ctx):
-                self.memory = SequenceMemory(*mixers, kv_homes, params.n_ctx, params.kv_type)
+                self.memory = SequenceMemory(config.attentions, config.recurrents, kv_homes, *sizes)
             resources.callback(self.memory.free)
             self.decoder = Decoder(
                 config, weights, self.memory, streams, changes, params.n_ubatch, self.experts, kv_moved

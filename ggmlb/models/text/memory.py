@@ -23,6 +23,7 @@ class SequenceMemory:
         homes: A stream for each layer, on the device whose memory holds the layer's part.
         n_cells: Context size [tokens].
         kv_type: Type of keys and values.
+        n_slots: Sequences whose recurrent states fit at once.
 
     Attributes:
         cells: Keys and values; `None` if no layer has attention.
@@ -42,6 +43,7 @@ class SequenceMemory:
         homes: Sequence[Backend],
         n_cells: int,
         kv_type: DType,
+        n_slots: int,
     ) -> None:
         self.n_cells = n_cells
         self.parts: list[MemoryPart] = []
@@ -52,7 +54,7 @@ class SequenceMemory:
                 self.cells = KvCache(attentions, homes, n_cells, kv_type)
                 self.parts.append(self.cells)
             if any(recurrents):
-                self.slots = StateCache(recurrents, homes, n_cells)
+                self.slots = StateCache(recurrents, homes, n_cells, n_slots)
                 self.parts.append(self.slots)
         except BaseException:
             self.free()

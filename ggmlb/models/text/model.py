@@ -87,7 +87,7 @@ class TextModel(ModelOnDevices):
         placement: The devices, and which parts of the model go to each; by default as many layers as fit go
             to the first device, the next ones to the second, and so on.
         n_ctx: Context size of all sequences together [tokens]; by default that of the model's training, at
-            most 4096. A recurrent model has states of 16 sequences, each of up to `n_ctx` tokens. Required
+            most 4096. Recurrent layers have states of at most 16 sequences, fewer if large. Required
             if the KV cache would take more than 256 MiB and 8 times the bytes of the weights.
         kv_type: Type of the KV cache: `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"` or `"f32"`. States of recurrent
             models are f32.

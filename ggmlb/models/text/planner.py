@@ -26,6 +26,7 @@ from ggmlb.models.text.loaded_model import LoadedModel
 from ggmlb.models.text.memory import SequenceMemory
 from ggmlb.models.text.placement import KV_NAMES, Placement, ResolvedPlacement, is_expert
 from ggmlb.models.text.shards import Shards
+from ggmlb.models.text.state_cache import n_slots
 from ggmlb.models.weights import Source, Weights
 from ggmlb.runtime.alloc import override_for
 
@@ -415,8 +416,14 @@ class Planner:
         """The size of a layer's KV cache and recurrent states [bytes]."""
         config, params = self.config, self.params
         with ExitStack() as resources:
-            mixers = [config.attentions[layer]], [config.recurrents[layer]]
-            memory = SequenceMemory(*mixers, [backend], params.n_ctx, params.kv_type)
+            memory = SequenceMemory(
+                [config.attentions[layer]],
+                [config.recurrents[layer]],
+                [backend],
+                params.n_ctx,
+                params.kv_type,
+                n_slots(config.recurrents),
+            )
             resources.callback(memory.free)
             inner = [each for buffer in memory.buffers for each in buffer.allocations]
             return _most([(each.buft, each.size) for each in inner], backend)

@@ -12,8 +12,14 @@ from ggmlb.core.errors import AllocationError
 from ggmlb.models.text.blocks import Recurrent
 from ggmlb.models.text.kv_cache import MemoryPart
 
-N_SLOTS = 16
-"""Sequences whose states fit at once."""
+N_SLOTS, LEAST_SLOTS, SLOTS_NBYTES = 16, 4, 1 << 29
+"""Most sequences whose states fit at once, the fewest, and the bytes that more than these may take."""
+
+
+def n_slots(recurrents: Sequence[Recurrent | None]) -> int:
+    """Return how many sequences have states at once, given the recurrent block of each layer."""
+    nbytes = sum(4 * sum(r.states.values()) for r in recurrents if r)
+    return max(LEAST_SLOTS, min(N_SLOTS, SLOTS_NBYTES // max(nbytes, 1)))
 
 
 class StateCache(MemoryPart):
@@ -26,6 +32,7 @@ class StateCache(MemoryPart):
         recurrents: The recurrent block of each layer.
         homes: As for `MemoryPart`.
         n_cells: Most tokens of a sequence.
+        n_slots: Sequences whose states fit at once.
 
     Attributes:
         spare: The number of the last slot, for padding sequences of a batch.
@@ -37,11 +44,11 @@ class StateCache(MemoryPart):
     kind = "recurrent states"
 
     def __init__(
-        self, recurrents: Sequence[Recurrent | None], homes: Sequence[Backend], n_cells: int
+        self, recurrents: Sequence[Recurrent | None], homes: Sequence[Backend], n_cells: int, n_slots: int
     ) -> None:
-        kinds = [{k: (n, N_SLOTS + 1) for k, n in r.states.items()} if r else {} for r in recurrents]
+        kinds = [{k: (n, n_slots + 1) for k, n in r.states.items()} if r else {} for r in recurrents]
         super().__init__(homes, n_cells, DType.F32, kinds)
-        self.spare = N_SLOTS
+        self.spare = n_slots
         self._slots: dict[int, int] = {}
         self._lengths: dict[int, int] = {}
 
