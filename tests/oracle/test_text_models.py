@@ -148,7 +148,7 @@ def measured(path: Path, sequences: list[list[int]], place: Place, is_float: boo
     found = compute(path, sequences, **place.of(path))
     ours, peers = (np.nanmean(distances(x, expected), axis=-1) for x in (found, theirs))
     middle: Callable[..., float] = np.mean
-    if re.search("experts|moe|gpt-oss|deepseek", path.name):
+    if re.search("experts|moe|gpt-oss|deepseek|qwen3next", path.name):
         # Rounding makes one of them choose another expert at some token: that says nothing about the others.
         middle = np.median
         jumped = ours > JUMP * np.median(ours)
