@@ -167,17 +167,21 @@ class DotSum:
     ) -> None:
         self.dot, self._offset, self._scale = dot, offset, scale
         self._in_pairs = dot.k.level.dot == "maddubs"
-        fit = 32767 // (2 * 127 * most) if self._in_pairs else 0
+        shift, fit = dot._shift(offset), 32767 // (2 * 127 * most) if self._in_pairs else 0
+        # Sums of shifted codes may overflow in between if all of them, and the shift, are added in 16 bits:
+        # the final sum is right modulo 2^16.
+        is_modular = fit >= 4 * len(counts)
+        if counts and shift and not is_modular:
+            fit = fit * most // (most + shift)
         self.at_once = fit // 2 * 2 if fit > 1 else _ANY  # even, as `add_words` adds two in a turn
         self._pairs: Value | None = None  # 16-bit sums of pairs of products, if several can be added
         self._sums = start
         self._free = self.at_once
-        shift = dot._shift(offset)
         if counts and shift:
             pairs = counts[0]
             for count in counts[1:]:
                 pairs = pairs + count
-            if fit > 1:  # may overflow in between: the final sum is right modulo 2^16
+            if self._in_pairs and is_modular:
                 self._pairs = pairs * -shift
             else:
                 self._sums = dot.pairs(pairs, dot.k.const(pairs.type, -shift))

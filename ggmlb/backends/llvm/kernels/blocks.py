@@ -402,7 +402,9 @@ def _grid_format(name: str, form: GridFormat) -> tuple[str, BlockFormat]:
         return form.scales(dtype.codec.offsets, k, blocks[0]), None
 
     read = partial(form.codes, name), scales, partial(form.pair, name)
-    return name, BlockFormat(dtype.block_size, dtype.type_size, form.group, None, form.most, False, *read)
+    return name, BlockFormat(
+        dtype.block_size, dtype.type_size, form.group, form.offset, form.most, False, *read
+    )
 
 
 FORMATS: dict[str, BlockFormat] = dict(

@@ -1,7 +1,7 @@
 """Readers of IQ1, IQ2 and IQ3: codes are entries of a grid, of four or eight bytes, with signs.
 
-Codes are signed. Those of IQ1, whose elements are an entry's plus or minus 1/8, are in units of 1/8; a table
-of both sums would fill the L1 cache.
+Codes are unsigned, with an offset. Those of IQ1, whose elements are an entry's plus or minus 1/8, are in
+units of 1/8; a table of both sums would fill the L1 cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GridFormat(NamedTuple):
 
     Attributes:
         group: Elements that share a scale.
-        most: Largest magnitude of a code.
+        most: Largest magnitude of `code - offset`.
         entry: Bytes of an entry.
         numbers: Reads numbers of entries: `numbers(fields, kernel, address, first)`.
         signs: Reads the sign bits of all elements, in 32-bit words.
@@ -45,6 +45,11 @@ class GridFormat(NamedTuple):
     scales: Callable[[Fields, Emitter, Value], Value]
     adds: bool = False
 
+    @property
+    def offset(self) -> int:
+        """Offset of the codes, at least their largest magnitude."""
+        return 16 if self.most < 16 else 64
+
     def codes(self, name: str, k: Emitter, p: Value) -> list[Value]:
         """Return the codes of a block: a `<32 x i8>` per run."""
         pairs = [self._vectors(name, k, p, i, [(0, 1), (2, 3)]) for i in range(4)]
@@ -56,7 +61,7 @@ class GridFormat(NamedTuple):
 
     def _vectors(self, name: str, k: Emitter, p: Value, i: int, of: Sequence[Sequence[int]]) -> list[Value]:
         """Return vectors of halves of runs (16 codes), by their numbers in pair number `i` of runs."""
-        at, table = DType.parse(name).codec.offsets, _table(k, name)
+        at, table = DType.parse(name).codec.offsets, _table(k, name, self.offset)
         word, each = I64 if self.entry == 8 else I32, 16 // self.entry
         number = self.numbers(at, k, p, 4 * each * i)
         signs = self.signs(at, k, p)
@@ -70,7 +75,7 @@ class GridFormat(NamedTuple):
             if self.adds:
                 codes = codes + k.select(is_positive, k.const(codes.type, 1), -1)
             else:
-                codes = k.select(is_positive, codes, k.const(codes.type, 0) - codes)
+                codes = k.select(is_positive, codes, k.const(codes.type, 2 * self.offset) - codes)
             vectors.append(codes)
         return vectors
 
@@ -84,13 +89,12 @@ def _clear(k: Emitter, words: Value, halves: Sequence[int]) -> Value:
     return (bytes_ & k.table(bytes_.type, [1 << j % 8 for j in range(n)])).equals(0)
 
 
-def _table(k: Emitter, name: str) -> Value:
-    """The address of the type's grid; of IQ1, in units of 1/8."""
+def _table(k: Emitter, name: str, offset: int) -> Value:
+    """The address of the type's grid, with the offset of its codes; of IQ1, in units of 1/8."""
     is_iq1 = name.startswith("iq1")
     items = grid("IQ1_S" if is_iq1 else name.upper())
-    if is_iq1:
-        items = (8 * items.view(np.int8)).view(items.dtype)
-    signed = items.view(np.dtype(f"i{items.itemsize}"))
+    codes = items.view(np.int8) * np.int8(8 if is_iq1 else 1) + np.int8(offset)
+    signed = codes.view(np.dtype(f"i{items.itemsize}"))
     return k.constants("grid_" + name, signed.tolist(), I64 if items.itemsize == 8 else I32)
 
 
