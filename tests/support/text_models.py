@@ -38,6 +38,8 @@ LATENT: Mapping[str, Any] = {
     "rope.dimension_count": N_ROTATED, "expert_count": N_EXPERT, "expert_used_count": N_USED,
     "expert_feed_forward_length": N_SHARED, "expert_shared_count": 1, "leading_dense_block_count": 1,
 }  # fmt: skip
+DENSE_FIRST = ("lfm2moe", "deepseek2", "glm4moe")
+"""Architectures whose first layers are dense; the shares of their experts are not all 0 or 1 here."""
 N_LAYER_LITE = 27
 """Layers of DeepSeek V2 Lite, whose queries have no latent vector."""
 N_GROUP, N_MAMBA_HEAD, N_MAMBA_STATE = 2, 8, 64
@@ -129,7 +131,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "deepseek2-groups": {
         **LATENT, **YARN, "attention.q_lora_rank": N_QUERY, "expert_count": 8, "expert_group_count": 4,
         "expert_group_used_count": 2, "expert_gating_func": 2, "expert_weights_norm": True,
-        "expert_weights_scale": 1.5, "rope.scaling.yarn_log_multiplier": 0.1,
+        "expert_weights_scale": 0.75, "rope.scaling.yarn_log_multiplier": 0.1,
     },
     "glm4moe": {
         "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_SHARED,
@@ -346,10 +348,13 @@ def write_text_model(
         is_mixture = has_experts(kind) and i >= KINDS[kind].get("leading_dense_block_count", 0)
         if is_mixture:
             n_expert, n_ff = KINDS[kind]["expert_count"], KINDS[kind].get("expert_feed_forward_length", N_FF)
-            tensors[at + "ffn_gate_inp.weight"] = rng.standard_normal((n_expert, N_EMBD)).astype(np.float32)
+            router = rng.standard_normal((n_expert, N_EMBD)) / (8 if arch in DENSE_FIRST else 1)
+            tensors[at + "ffn_gate_inp.weight"] = router.astype(np.float32)
             matrix(at + "ffn_gate_exps.weight", n_ff, N_EMBD, n_expert)
             matrix(at + "ffn_up_exps.weight", n_ff, N_EMBD, n_expert)
-            matrix(at + "ffn_down_exps.weight", N_EMBD, n_ff, n_expert)
+            # States keep the effect of another choice for all later tokens: here it is small.
+            scale = 0.25 if arch in NEXT else 1.0
+            matrix(at + "ffn_down_exps.weight", N_EMBD, n_ff, n_expert, scale)
         if arch == "gpt-oss":
             vector(at + "ffn_gate_inp.bias", N_EXPERT)
             for part, n in (("gate", N_FF), ("up", N_FF), ("down", N_EMBD)):
