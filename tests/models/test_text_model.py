@@ -281,6 +281,22 @@ def test_states_of_a_prompt_longer_than_a_batch(models: Callable[..., Path], kin
     assert np.abs(expected[ids] - values).max() < 2e-3
 
 
+@pytest.mark.skipif("OpenCL0" not in DEVICES, reason="a device with memory of its own")
+@pytest.mark.parametrize("moved", ["cache_", "state_"])
+def test_keys_and_states_of_a_layer_have_their_own_places(models: Callable[..., Path], moved: str) -> None:
+    with TextModel(models("falcon-h1"), ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+    asked = Placement(["OpenCL0", "CPU"], {"OpenCL0": "all"}, {moved: "CPU"})
+    with TextModel(models("falcon-h1"), placement=asked, n_ctx=64) as model:
+        memory = model._loaded.memory
+        assert memory.cells is not None and memory.slots is not None
+        on_host = [all(b.is_host for b in part.buffers) for part in (memory.cells, memory.slots)]
+        assert on_host == [moved == "cache_", moved == "state_"]
+        assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2
+        forecast, allocated = model.memory
+        assert forecast == allocated
+
+
 @pytest.mark.parametrize("kind", ["mamba", "lfm2"])
 def test_recurrent_sequences_share_slots(models: Callable[..., Path], kind: str) -> None:
     """More prompts than slots wait for one another; sessions hold theirs, and go on from a whole prefix."""
@@ -310,7 +326,7 @@ def model_alone(path: Path, prompt: list[int], options: Options) -> list[int]:
         return model.generate(prompt, options).tokens
 
 
-@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["mamba", "lfm2", "falcon-h1", "deepseek2"])
 def test_a_state_of_a_recurrent_model(models: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     options = Options(max_tokens=4, temperature=0, ignore_eos=True)
     with TextModel(models(kind), ["CPU"], n_ctx=64) as model:

@@ -348,7 +348,7 @@ def write_text_model(
         is_mixture = has_experts(kind) and i >= KINDS[kind].get("leading_dense_block_count", 0)
         if is_mixture:
             n_expert, n_ff = KINDS[kind]["expert_count"], KINDS[kind].get("expert_feed_forward_length", N_FF)
-            router = rng.standard_normal((n_expert, N_EMBD)) / (8 if arch in DENSE_FIRST else 1)
+            router = rng.standard_normal((n_expert, N_EMBD)) / (8 if kind in DENSE_FIRST else 1)
             tensors[at + "ffn_gate_inp.weight"] = router.astype(np.float32)
             matrix(at + "ffn_gate_exps.weight", n_ff, N_EMBD, n_expert)
             matrix(at + "ffn_up_exps.weight", n_ff, N_EMBD, n_expert)

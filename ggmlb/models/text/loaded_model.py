@@ -15,6 +15,7 @@ from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.decoder import Decoder
 from ggmlb.models.text.experts import ON_HOST, ExpertCache
 from ggmlb.models.text.memory import SequenceMemory
+from ggmlb.models.text.placement import CACHE_NAMES, STATE_NAMES
 from ggmlb.models.text.state_cache import n_slots
 from ggmlb.models.weights import Source, Weights
 
@@ -63,8 +64,13 @@ class LoadedModel:
             overrides.setdefault(ON_HOST, _host_memory(backends))
         streams = tuple(backends.values())
         homes = [backends[placement.homes[i]] for i in range(config.n_layer)]
-        kv_moved = {i: backends[on] for i in range(config.n_layer) if (on := placement.kv_override(i))}
-        kv_homes = [kv_moved.get(i, home) for i, home in enumerate(homes)]
+        kv_moved, states_moved = (
+            {i: backends[on] for i in range(config.n_layer) if (on := placement.kv_override(i, names))}
+            for names in (CACHE_NAMES, STATE_NAMES)
+        )
+        kv_homes, state_homes = (
+            [moved.get(i, home) for i, home in enumerate(homes)] for moved in (kv_moved, states_moved)
+        )
         self.changes = changes
         self.adapter_events: list[tuple[FactorSource, bool]] = []
         self._name = config.name
@@ -84,9 +90,16 @@ class LoadedModel:
             if params.expert_cache is not None:
                 self.experts = ExpertCache(config, weights, homes, params.expert_cache)
                 resources.callback(self.experts.free)
-            sizes = params.n_ctx, params.kv_type, n_slots(config.recurrents)
             with _no_room_for(params.n_ctx):
-                self.memory = SequenceMemory(config.attentions, config.recurrents, kv_homes, *sizes)
+                self.memory = SequenceMemory(
+                    config.attentions,
+                    config.recurrents,
+                    kv_homes,
+                    state_homes,
+                    params.n_ctx,
+                    params.kv_type,
+                    n_slots(config.recurrents),
+                )
             resources.callback(self.memory.free)
             self.decoder = Decoder(
                 config, weights, self.memory, streams, changes, params.n_ubatch, self.experts, kv_moved

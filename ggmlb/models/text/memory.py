@@ -20,7 +20,8 @@ class SequenceMemory:
     Args:
         attentions: The attention of each layer; `None` where there is none.
         recurrents: The recurrent block of each layer; `None` where there is none.
-        homes: A stream for each layer, on the device whose memory holds the layer's part.
+        kv_homes: A stream for each layer, on the device whose memory holds its keys and values.
+        state_homes: The same for its states.
         n_cells: Context size [tokens].
         kv_type: Type of keys and values.
         n_slots: Sequences whose recurrent states fit at once.
@@ -40,7 +41,8 @@ class SequenceMemory:
         self,
         attentions: Sequence[Attention | None],
         recurrents: Sequence[Recurrent | None],
-        homes: Sequence[Backend],
+        kv_homes: Sequence[Backend],
+        state_homes: Sequence[Backend],
         n_cells: int,
         kv_type: DType,
         n_slots: int,
@@ -51,10 +53,10 @@ class SequenceMemory:
         self.slots: StateCache | None = None
         try:
             if any(attentions):
-                self.cells = KvCache(attentions, homes, n_cells, kv_type)
+                self.cells = KvCache(attentions, kv_homes, n_cells, kv_type)
                 self.parts.append(self.cells)
             if any(recurrents):
-                self.slots = StateCache(recurrents, homes, n_cells, n_slots)
+                self.slots = StateCache(recurrents, state_homes, n_cells, n_slots)
                 self.parts.append(self.slots)
         except BaseException:
             self.free()

@@ -10,7 +10,8 @@ from ggmlb.core.arguments import checked_methods, named
 from ggmlb.models.layers import Layers
 from ggmlb.runtime.alloc import override_for
 
-KV_NAMES = ("cache_k", "cache_v", "state_conv", "state_scan")
+CACHE_NAMES, STATE_NAMES = ("cache_k", "cache_v"), ("state_conv", "state_scan")
+KV_NAMES = (*CACHE_NAMES, *STATE_NAMES)
 """Names of the tensors of a layer's KV cache, or recurrent states; a point and the layer's number follow."""
 
 
@@ -85,9 +86,9 @@ class ResolvedPlacement:
         found = override_for(f"blk.{layer}.ffn_up_exps.weight", self.overrides)
         return found if isinstance(found, str) else self.experts.get(layer)
 
-    def kv_override(self, layer: int) -> str | None:
+    def kv_override(self, layer: int, names: Sequence[str] = KV_NAMES) -> str | None:
         """Return the device of a layer's KV cache or recurrent states; `None` if it is the layer's own."""
-        found = [override_for(f"{name}.{layer}", self.overrides) for name in KV_NAMES]
+        found = [override_for(f"{name}.{layer}", self.overrides) for name in names]
         return next((device for device in found if isinstance(device, str)), None)
 
 

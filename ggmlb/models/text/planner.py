@@ -420,6 +420,7 @@ class Planner:
                 [config.attentions[layer]],
                 [config.recurrents[layer]],
                 [backend],
+                [backend],
                 params.n_ctx,
                 params.kv_type,
                 n_slots(config.recurrents),

@@ -39,8 +39,8 @@ SAMPLE = 512
 class Session:
     """Generation that reuses its KV cache: only tokens after the common prefix are computed.
 
-    Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only. A
-    recurrent model (Mamba) continues only if the prompt starts with all cached tokens and has more; otherwise
+    Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only. With
+    recurrent layers it continues only if the prompt starts with all cached tokens and has more; otherwise
     it computes the whole prompt. Use of a session by a callback or another thread while it generates is a
     GraphError.
 
