@@ -30,7 +30,7 @@ SPLITS: dict[str, dict[str, Any]] = {
         "kv q8_0": {"devices": OPENCL, "placement": Placement(layers=1), "kv_type": "q8_0"},
         "feed-forward on the CPU": {
             "devices": OPENCL,
-            "placement": Placement(overrides={"ffn|ssm_x": "CPU"}),
+            "placement": Placement(overrides={"ffn|ssm_x|ssm_out": "CPU"}),
         },
         "OpenCL beside LLVM": {
             "devices": ["OpenCL0", "LLVM", "CPU"],
