@@ -8,6 +8,7 @@ from ggmlb.models.text.inside import LogitLens
 from ggmlb.models.text.model import TextModel
 from ggmlb.models.text.perplexity import Perplexity
 from ggmlb.models.text.placement import Placement
+from ggmlb.models.text.queue import Job, JobQueue
 from ggmlb.models.text.sampling import Options
 from ggmlb.models.text.session import Session
 
@@ -16,6 +17,8 @@ __all__ = [
     "Comparison",
     "Differences",
     "Generation",
+    "Job",
+    "JobQueue",
     "LogitLens",
     "Options",
     "Perplexity",

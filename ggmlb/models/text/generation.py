@@ -32,8 +32,9 @@ class Generation:
         text: The generated text, up to a text of `stop`.
         logprobs: For each generated token, if `logprobs` was given: the most likely tokens, best first, with
             the natural logarithms of their probabilities before sampling.
-        stopped_by: `"length"`: `max_tokens` or the context size was reached; `"end"`: the model ended the
-            text; `"stop"`: a text of `stop` was generated; empty while the generation runs.
+        stopped_by: `"length"`: `max_tokens` was reached; `"context"`: the context is full; `"end"`: the model
+            ended the text; `"stop"`: a text of `stop` was generated; `"cancelled"`: see `Job.cancel`; empty
+            while the generation runs.
         prompt_seconds: Time until the first logits [s].
         seconds: Time from the first logits to the end [s].
     """
@@ -84,11 +85,13 @@ class Request:
         ends: Tokens that end the text.
         detokenizer: Turns tokens into text.
         is_session: Whether its tokens stay in the cache when it is done.
+        full_by: The limit that `max_tokens` is: `"length"`, or `"context"` if the context is smaller.
 
     Attributes:
         result: The result so far.
         tokens: Prompt and generated tokens.
         n_done: Number of tokens in the cache.
+        error: The error that ended the generation; `None` if there is none.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Request:
         ends: frozenset[int],
         detokenizer: Detokenizer,
         is_session: bool = False,
+        full_by: str = "length",
     ) -> None:
         self.sequence = sequence
         self.options = options
@@ -107,6 +111,8 @@ class Request:
         self.tokens = list(prompt)
         self.n_done = n_cached
         self.is_session = is_session
+        self.error: Exception | None = None
+        self._full_by = full_by
         self._sampler = Sampler(options)
         self._ends = ends
         self._detokenizer = detokenizer
@@ -139,11 +145,11 @@ class Request:
             self._times[1] = perf_counter()
             result.prompt_seconds = self._times[1] - self._times[0]
         if not options.max_tokens:
-            self._end("length")
+            self.end(self._full_by)
             return
         token = self._sampler(logits, self.tokens)
         if token in self._ends:
-            self._end("end")
+            self.end("end")
             return
         if options.logprobs:
             result.logprobs.append(log_probabilities(logits, options.logprobs))
@@ -153,7 +159,7 @@ class Request:
         if options.stop:
             self._read()
         if not self.is_done and len(result.tokens) >= options.max_tokens:
-            self._end("length")
+            self.end(self._full_by)
 
     def take(self) -> str:
         """Return the text since the last call, without an end that may be the beginning of a stop text."""
@@ -163,7 +169,8 @@ class Request:
         self._n_taken = end
         return piece
 
-    def _end(self, why: str) -> None:
+    def end(self, why: str) -> None:
+        """End the generation; `why` becomes `stopped_by`."""
         if why != "stop":
             self._read()
             self._add_text(self._detokenizer.flush())
@@ -183,7 +190,7 @@ class Request:
         if found:
             self.result.text += self._held[: min(found)]
             self._held = ""
-            self._end("stop")
+            self.end("stop")
             return
         n_held = max((_overlap(self._held, stop) for stop in self.options.stop), default=0)
         keep = len(self._held) - n_held
@@ -265,11 +272,15 @@ class Engine:
         """
         self.check_fits(tokens)
         most = self.memory.n_cells + 1 - len(tokens)
-        options = replace(options, max_tokens=min(options.max_tokens, most))
+        is_short = not 0 <= options.max_tokens <= most
+        options = replace(options, max_tokens=most if is_short else options.max_tokens)
         ends: frozenset[int] = frozenset() if options.ignore_eos else vocabulary.end_tokens
         number = self.new_sequence() if sequence is None else sequence
         is_session = sequence is not None
-        return Request(number, tokens, n_cached, options, ends, vocabulary.stream(), is_session)
+        return Request(
+            number, tokens, n_cached, options, ends, vocabulary.stream(), is_session,
+            "context" if is_short else "length",
+        )  # fmt: skip
 
     def run(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Generate for requests in batches; a request starts when the cache has room for all its tokens.
@@ -288,16 +299,18 @@ class Engine:
                     while waiting and len(active) < N_OUT and (not active or self._has_room(waiting[0])):
                         active.append(waiting.popleft())  # a single request always starts
                         self._running[active[-1].sequence] = active[-1]
-                for request in self._step(active):
+                for request in self.step(active):
                     if request.is_done:
                         active.remove(request)
                         self._remove(request)
+                    if request.error is not None:
+                        raise request.error
                     yield request
         finally:
             for request in active:
                 self._remove(request)
 
-    def _step(self, active: Sequence[Request]) -> list[Request]:
+    def step(self, active: Sequence[Request]) -> list[Request]:
         """Compute one batch; return the requests that have one more token, or are done."""
         batch: list[Token] = []
         asking = []
@@ -371,7 +384,11 @@ class Engine:
 
 def _accept(requests: Sequence[Request], rows: Floats) -> None:
     for request, row in zip(requests, rows, strict=True):
-        request.accept(row)
+        try:
+            request.accept(row)
+        except Exception as error:  # of a logits processor: other requests of the batch go on
+            request.error = error
+            request.end("error")
 
 
 def _n_left(request: Request) -> int:
@@ -382,3 +399,9 @@ def _n_left(request: Request) -> int:
 def _n_most(request: Request) -> int:
     """Return the largest number of cells that a request may need."""
     return len(request.result.prompt_tokens) + request.options.max_tokens
+
+
+def n_equal(a: Sequence[int], b: Sequence[int], most: int) -> int:
+    """Return the length of the common prefix of two sequences, at most `most`."""
+    n = min(len(a), len(b), most)
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])

@@ -85,8 +85,8 @@ class MemoryPart(ABC):
         """Remove a sequence's tokens from position `start` on; return the number of tokens that remain."""
 
     @abstractmethod
-    def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Return a sequence's part of each tensor by name, as bytes."""
+    def save(self, sequence: int, n: int | None = None) -> dict[str, npt.NDArray[Any]]:
+        """Return a sequence's part of each tensor by name, as bytes; of keys, only the first `n` tokens'."""
 
     def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Raise a ModelError if a saved state does not fit this model or this type of cache.
@@ -312,14 +312,15 @@ class KvCache(MemoryPart):
 
     # -- state ---------------------------------------------------------------------------------
 
-    def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
-        """Return keys and values of a sequence, in the order of positions."""
-        cells = self.cells_of(sequence)
+    def save(self, sequence: int, n: int | None = None) -> dict[str, npt.NDArray[Any]]:
+        """Return keys and values of (the first `n` tokens of) a sequence, in the order of positions."""
+        cells = self.cells_of(sequence)[:n]
+        first, end = (int(cells.min()), int(cells.max()) + 1) if cells.size else (0, 0)
         self.before_access()
         found: dict[str, npt.NDArray[Any]] = {}
         for tensor in self._all:
-            n = (int(cells.max()) + 1 if cells.size else 0) * tensor.nb[1]
-            found[tensor.name] = tensor.get(0, n).reshape(-1, tensor.nb[1])[cells]
+            nb = tensor.nb[1]
+            found[tensor.name] = tensor.get(first * nb, (end - first) * nb).reshape(-1, nb)[cells - first]
         return found
 
     def cells_of(self, sequence: int) -> npt.NDArray[np.int64]:
@@ -335,9 +336,11 @@ class KvCache(MemoryPart):
         positions = state["positions"]
         cells = self.find_cells(positions.size)
         self.before_access()
+        starts = np.flatnonzero(np.diff(cells, prepend=-2) != 1).tolist()
         for tensor in self._all:
-            for cell, row in zip(cells.tolist(), state[tensor.name], strict=True):
-                tensor.set(row, cell * tensor.nb[1])
+            rows = state[tensor.name]
+            for start, end in zip(starts, (*starts[1:], cells.size), strict=True):
+                tensor.set(rows[start:end], int(cells[start]) * tensor.nb[1])
         self.occupy(cells, np.full(positions.size, sequence, np.int32), positions)
 
 

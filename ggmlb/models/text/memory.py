@@ -113,6 +113,26 @@ class SequenceMemory:
 
     # -- state ---------------------------------------------------------------------------------
 
+    def copy(self, source: int, target: int, n: int) -> int:
+        """Copy the first `n` tokens of a sequence into an empty one; return `n`, or 0 if not possible.
+
+        Recurrent states are those after all tokens, so that only whole sequences are copied with them.
+
+        Raises:
+            AllocationError: Too little is free.
+        """
+        if self.slots is not None and n != self.length(source):
+            return 0
+        state: dict[str, npt.NDArray[Any]] = {"positions": np.arange(n, dtype=np.int32)}
+        for part in self.parts:
+            state |= part.save(source, n)
+        try:
+            self.load(target, state)
+        except BaseException:
+            self.remove(target)
+            raise
+        return n
+
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
         """Return a sequence's state: its positions, and its part of each tensor by name, as bytes."""
         found: dict[str, npt.NDArray[Any]] = {"positions": np.arange(self.length(sequence), dtype=np.int32)}

@@ -41,6 +41,7 @@ from ggmlb.models.text.loaded_model import LoadedModel
 from ggmlb.models.text.perplexity import Perplexity, perplexity
 from ggmlb.models.text.placement import Placement
 from ggmlb.models.text.planner import open_planner
+from ggmlb.models.text.queue import JobQueue
 from ggmlb.models.text.sampling import Options, OptionValues, changed
 from ggmlb.models.text.session import Session, fingerprint
 from ggmlb.models.text.strategies import with_strategy
@@ -650,6 +651,14 @@ class TextModel(ModelOnDevices):
     def session(self) -> Session:
         """Return a session, whose KV cache stays between calls (for conversations)."""
         return Session(self._engine, lambda: self.vocabulary, self.tokens_of, self._fingerprint)
+
+    def queue(self) -> JobQueue:
+        """Return a queue, whose thread computes the generations of many callers in common batches.
+
+        Example: `with model.queue() as queue: jobs = [queue.submit(text) for text in texts]`
+        """
+        self._check("queue")
+        return JobQueue(self._engine, self._request)
 
     def _fingerprint(self) -> str:
         """Return a hash that identifies the model of a saved session."""

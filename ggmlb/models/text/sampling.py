@@ -29,7 +29,7 @@ class Options:
     """Options of generation; sampling applies its steps in this order, as llama.cpp does.
 
     Attributes:
-        max_tokens: Most tokens to generate.
+        max_tokens: Most tokens to generate; -1: until the text ends or the context is full.
         logits_processor: `processor(tokens, logits)` returns the logits to sample from.
         repeat_penalty: Positive logits of recent tokens are divided by this, negative ones multiplied.
         repeat_last: Number of tokens that count as recent.
@@ -38,7 +38,7 @@ class Options:
         min_p: Sample only from tokens with at least this fraction of the highest probability.
         temperature: Logits are divided by this; 0: the most likely token is taken.
         seed: Seed of the random numbers.
-        stop: Texts that end the generation; they are not part of the result.
+        stop: A text, or texts, that end the generation; they are not part of the result.
         ignore_eos: Whether to go on after the model's end-of-text token.
         logprobs: Number of most likely tokens whose log-probabilities are returned with each token.
 
@@ -54,20 +54,22 @@ class Options:
     repeat_penalty: float = 1.0
     repeat_last: int = 64
     seed: int = 0
-    stop: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: int = 0
     logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (
-            ("max_tokens", 0, 1 << 40), ("temperature", 0, 1e6), ("top_k", 0, 1 << 31), ("top_p", 0, 1),
+            ("max_tokens", -1, 1 << 40), ("temperature", 0, 1e6), ("top_k", 0, 1 << 31), ("top_p", 0, 1),
             ("min_p", 0, 1), ("repeat_penalty", 1e-6, 1e6), ("repeat_last", 0, 1 << 31),
             ("seed", 0, (1 << 64) - 1), ("logprobs", 0, 1 << 31),
         ):  # fmt: skip
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ArgumentError(f"{name} is {value!r}; give {least} to {most}")
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         if "" in self.stop:
             raise ArgumentError(f"stop is {self.stop!r}; give texts that are not empty")
 
@@ -83,7 +85,7 @@ class OptionValues(TypedDict, total=False):
     repeat_penalty: float
     repeat_last: int
     seed: int
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     ignore_eos: bool
     logprobs: int
     logits_processor: LogitsProcessor | None

@@ -16,7 +16,7 @@ from ggmlb.core.errors import AllocationError, GraphError, ModelError, readable_
 from ggmlb.inspect.html import pre
 from ggmlb.interface.memory_table import device_of
 from ggmlb.models.gguf import GgufFile
-from ggmlb.models.text.generation import Generation
+from ggmlb.models.text.generation import Generation, n_equal
 from ggmlb.models.text.sampling import Options, OptionValues, changed
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ SAMPLE = 512
 class Session:
     """Generation that reuses its KV cache: only tokens after the common prefix are computed.
 
-    Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only. With
-    recurrent layers it continues only if the prompt starts with all cached tokens and has more; otherwise
-    it computes the whole prompt. Use of a session by a callback or another thread while it generates is a
-    GraphError.
+    Made by `TextModel.session`; a context manager, which closes it. Logits differ from those of
+    `TextModel.generate` by rounding only. With recurrent layers it continues only if the prompt starts with
+    all cached tokens and has more; otherwise it computes the whole prompt. Use of a session by a callback or
+    another thread while it generates is a GraphError.
 
     Attributes:
         tokens: Tokens in the KV cache, or in the recurrent states.
@@ -87,7 +87,7 @@ class Session:
         tokens = self._tokens_of(prompt)
         self._engine.check_fits(tokens)
         with self._alone("generate"):
-            n_cached = self._cut(min(len(tokens) - 1, _n_equal(self.tokens, tokens)))
+            n_cached = self._cut(n_equal(self.tokens, tokens, len(tokens) - 1))
             del self.tokens[n_cached:]
             request = self._engine.request(tokens, options, self._vocabulary(), self._sequence, n_cached)
             try:
@@ -166,6 +166,12 @@ class Session:
                 memory.load(self._sequence, state)
                 self.tokens = tokens.tolist()
 
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Remove the session's tokens from the KV cache."""
         with self._alone("close"):
@@ -184,8 +190,3 @@ def fingerprint(file: GgufFile) -> str:
             for start in range(tensor.offset, tensor.offset + tensor.nbytes, step):
                 found.update(part.view[start : start + min(step, SAMPLE)])
     return found.hexdigest()
-
-
-def _n_equal(a: list[int], b: list[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -97,7 +97,7 @@ class StateCache(MemoryPart):
 
     # -- state ---------------------------------------------------------------------------------
 
-    def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+    def save(self, sequence: int, n: int | None = None) -> dict[str, npt.NDArray[Any]]:
         """Return a sequence's states by tensor name, as bytes."""
         slot = self._slots.get(sequence, self.spare)
         self.before_access()
