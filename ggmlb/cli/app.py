@@ -15,8 +15,8 @@ from ggmlb.cli.frame import console
 from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
 COMMANDS: Final = (
-    "devices", "ops", "test", "bench", "compare", "diff", "generate", "fit", "chat", "perplexity", "show",
-    "quantize", "embed", "demo", "env", "new-backend",
+    "devices", "ops", "test", "bench", "compare", "diff", "generate", "fit", "chat", "serve", "perplexity",
+    "show", "quantize", "embed", "demo", "env", "new-backend",
 )  # fmt: skip
 """Each is a function in the module of its name, with `_` for `-`."""
 
@@ -64,6 +64,7 @@ def ggmlb(
       ggmlb devices                          list the devices
       ggmlb test -d OpenCL0                  test a device against the CPU
       ggmlb generate -m model.gguf -p Once   generate text
+      ggmlb serve -m model.gguf              answer OpenAI's API and a chat page
       ggmlb bench                            measure devices
       ggmlb diff -d CPU,OpenCL0 model.py:build   find the first node that differs
     """

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ggmlb import ArgumentError
-from ggmlb.models import Generation, Options, Session, TextModel
-from ggmlb.models.text.sampling import OptionValues
+from ggmlb.models import Generation, Options, Session, TextModel, default_text_model
+from ggmlb.models.text.sampling import OptionValues, Sampler
 
 TAKE_OPTIONS = (TextModel.generate, TextModel.stream, TextModel.generate_many, Session.generate)
 
@@ -78,3 +81,64 @@ def test_a_session_shows_what_it_holds(models: Callable[..., Path], kind: str, m
         told = repr(session)
         assert f"{len(session.tokens)} of 64 tokens of context" in told and len(session.tokens) == 4
         assert memory in told and told.endswith("on CPU>") and memory in session._repr_html_()
+
+
+def test_logits_are_biased_and_recent_tokens_penalised() -> None:
+    logits = np.array([1, 2, -1, 4, 0.5], np.float32)
+    recent = [9 % 5, 3, 3, 2]  # 4, 3, 3, 2
+
+    def seen(**options: float) -> list[float]:
+        found: list[np.ndarray] = []
+        probe = Sampler(Options(temperature=0, **options), lambda tokens, x: found.append(x) or x)
+        probe(logits, recent)
+        return found[0].tolist()
+
+    penalties = {"repeat_penalty": 2.0, "frequency_penalty": 0.5, "presence_penalty": 0.25}
+    assert seen(**penalties) == [1, 2, -2 - 0.75, 2 - 1.25, 0.25 - 0.75]
+    assert seen(**penalties, repeat_last=1)[2:] == [-2 - 0.75, 4, 0.5]
+    assert logits.tolist() == [1, 2, -1, 4, 0.5]
+    assert Sampler(Options(temperature=0, logit_bias={0: 10, 3: -np.inf}))(logits, recent) == 0
+    with pytest.raises(ArgumentError, match=r"logit_bias has -1: 2"):
+        Options(logit_bias={-1: 2})
+
+
+def test_typical_sampling_leaves_the_likeliest_out_where_it_tells_too_little() -> None:
+    p = np.array([0.4, *[0.12] * 5])
+    drawn = {
+        Sampler(Options(top_k=0, top_p=1, min_p=0, temperature=1, typical_p=0.2, seed=seed))(
+            np.log(p).astype(np.float32), [0]
+        )
+        for seed in range(40)
+    }
+    assert 0 not in drawn and len(drawn) == 2  # entropy 1.64: nearer to the 2.12 of 0.12 than to 0.92
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_text_has_the_form_that_was_asked_for(streamed: bool) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ggmlb[models]'")
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "maximum": 99}, "kind": {"enum": ["cat", "dog"]}},
+        "required": ["age", "kind"],
+        "additionalProperties": False,
+    }
+    with TextModel(default_text_model(), n_ctx=256) as model:
+        for seed in range(3):
+            options = Options(max_tokens=60, temperature=1.5, seed=seed, json_schema=schema)
+            text = (
+                "".join(model.stream("A pet:", options))
+                if streamed
+                else model.generate("A pet:", options).text
+            )
+            told = json.loads(text)
+            assert told["kind"] in ("cat", "dog") and told["age"] <= 99
+            bnf = model.generate(
+                "A pet:", max_tokens=60, seed=seed, grammar='root ::= ("cat" | "dog") " 1"+ "."'
+            )
+            assert re.fullmatch(r"(cat|dog)( 1+)\.", bnf.text) or bnf.stopped_by == "length", bnf.text
+        with pytest.raises(ArgumentError, match="grammar and json_schema are both given"):
+            model.generate("A", grammar='root ::= "a"', json_schema={})
+        with pytest.raises(ArgumentError, match="grammar: "):
+            model.generate("A", grammar="root ::= (")
+        with pytest.raises(ArgumentError, match="json_schema: "):
+            model.generate("A", json_schema={"type": "nothing"})

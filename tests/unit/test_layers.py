@@ -38,6 +38,7 @@ ROOMS = {
     "optimize": "training, on public names only: losses, optimizers, epochs, checkpoints",
     "models": "models, on public names only",
     "testing": "the conformance kit with cases for each op, its pytest plugin, the fake device",
+    "serve": "the HTTP server of text models",
     "cli": "the `ggmlb` command",
     "__main__": "`python -m ggmlb`",
 }

@@ -223,6 +223,10 @@ class Vocabulary:
             return bytes.fromhex(found[1]) if found else text.encode()
         return text.encode() if kind in _PARSED else b""
 
+    def is_control(self, token: int) -> bool:
+        """Whether a token is no text, such as the end of a turn."""
+        return bool(self.types[token] == TokenType.CONTROL)
+
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         """Return the text of token numbers; control tokens are left out unless `special` is true.
 

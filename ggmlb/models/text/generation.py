@@ -13,6 +13,7 @@ import numpy as np
 from ggmlb.core.errors import ArgumentError, ModelError, shown
 from ggmlb.inspect.html import escape, pre
 from ggmlb.models.text.decoder import N_BATCH, N_OUT, Decoder, Floats, Token
+from ggmlb.models.text.grammar import Grammar
 from ggmlb.models.text.memory import SequenceMemory
 from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
 
@@ -86,6 +87,7 @@ class Request:
         detokenizer: Turns tokens into text.
         is_session: Whether its tokens stay in the cache when it is done.
         full_by: The limit that `max_tokens` is: `"length"`, or `"context"` if the context is smaller.
+        grammar: Masks tokens that are not allowed.
 
     Attributes:
         result: The result so far.
@@ -104,6 +106,7 @@ class Request:
         detokenizer: Detokenizer,
         is_session: bool = False,
         full_by: str = "length",
+        grammar: Grammar | None = None,
     ) -> None:
         self.sequence = sequence
         self.options = options
@@ -113,7 +116,7 @@ class Request:
         self.is_session = is_session
         self.error: Exception | None = None
         self._full_by = full_by
-        self._sampler = Sampler(options)
+        self._sampler = Sampler(options, grammar)
         self._ends = ends
         self._detokenizer = detokenizer
         self._unread: list[int] = []
@@ -275,11 +278,13 @@ class Engine:
         is_short = not 0 <= options.max_tokens <= most
         options = replace(options, max_tokens=most if is_short else options.max_tokens)
         ends: frozenset[int] = frozenset() if options.ignore_eos else vocabulary.end_tokens
+        is_free = not options.grammar and options.json_schema is None
+        grammar = None if is_free else Grammar(vocabulary, options.grammar, options.json_schema)
         number = self.new_sequence() if sequence is None else sequence
         is_session = sequence is not None
         return Request(
             number, tokens, n_cached, options, ends, vocabulary.stream(), is_session,
-            "context" if is_short else "length",
+            "context" if is_short else "length", grammar,
         )  # fmt: skip
 
     def run(self, requests: Iterable[Request]) -> Iterator[Request]:

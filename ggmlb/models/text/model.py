@@ -658,7 +658,7 @@ class TextModel(ModelOnDevices):
         Example: `with model.queue() as queue: jobs = [queue.submit(text) for text in texts]`
         """
         self._check("queue")
-        return JobQueue(self._engine, self._request)
+        return JobQueue(self._engine, self._request, self.tokens_of, self.embed)
 
     def _fingerprint(self) -> str:
         """Return a hash that identifies the model of a saved session."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from threading import Condition, Event, Thread
 from typing import TYPE_CHECKING
 
 from ggmlb.core.arguments import checked_methods
 from ggmlb.core.errors import AllocationError, FreedError
-from ggmlb.models.text.decoder import N_OUT
+from ggmlb.models.text.decoder import N_OUT, Floats
 from ggmlb.models.text.generation import Engine, Generation, Request, n_equal
 from ggmlb.models.text.sampling import Options, OptionValues, changed
 
@@ -95,9 +96,18 @@ class JobQueue:
             start.
     """
 
-    def __init__(self, engine: Engine, request: Callable[[Prompt, Options], Request]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        request: Callable[[Prompt, Options], Request],
+        tokens_of: Callable[[Prompt], list[int]],
+        embed: Callable[[Prompt], Floats],
+    ) -> None:
         self._engine = engine
         self._request = request
+        self._tokens_of = tokens_of
+        self._embed = embed
+        self._embeddings: deque[tuple[list[int], Future[Floats]]] = deque()
         self._changed = Condition()
         self._waiting: deque[Job] = deque()
         self._active: list[Job] = []
@@ -148,6 +158,22 @@ class JobQueue:
             self._changed.notify()
         return job
 
+    def embed(self, prompt: Prompt) -> Floats:
+        """Return a prompt's embedding, as `TextModel.embed`, computed between two batches.
+
+        Raises:
+            FreedError: The queue is closed.
+            Error: As `TextModel.embed`.
+        """
+        tokens, found = self._tokens_of(prompt), Future[Floats]()
+        self._engine.check_fits(tokens)
+        with self._changed:
+            if self._is_closed:
+                raise FreedError("embed: this queue was closed; make another by TextModel.queue")
+            self._embeddings.append((tokens, found))
+            self._changed.notify()
+        return found.result()
+
     def close(self, cancel: bool = False) -> None:
         """Wait until all jobs have ended, or `cancel` them; free their place in the cache."""
         with self._changed:
@@ -168,9 +194,9 @@ class JobQueue:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or self._active or self._is_closed):
+                while not (self._waiting or self._active or self._embeddings or self._is_closed):
                     self._changed.wait()
-                if not (self._waiting or self._active):
+                if not (self._waiting or self._active or self._embeddings):
                     break
             try:
                 self._step()
@@ -184,6 +210,8 @@ class JobQueue:
             if job.is_cancelled and not job.request.is_done:
                 job.request.end("cancelled")
                 self._leave(job)
+        if self._embeddings:
+            self._embed_next()
         self._start()
         self._pause()
         jobs = {job.request.sequence: job for job in self._active}
@@ -194,6 +222,18 @@ class JobQueue:
                 self._leave(job)
             else:
                 job.notify()
+
+    def _embed_next(self) -> None:
+        """Compute the first waiting embedding, if there is room beside the running jobs."""
+        tokens, found = self._embeddings[0]
+        needs = {job.request.sequence: len(job.request.tokens) for job in self._active}
+        if not self._make_room({**needs, -1: len(tokens)}) and self._active:
+            return
+        self._embeddings.popleft()
+        try:
+            found.set_result(self._embed(tokens))
+        except Exception as error:
+            found.set_exception(error)
 
     def _start(self) -> None:
         """Start waiting jobs, first come, first served, while there is room."""

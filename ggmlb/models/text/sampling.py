@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +31,16 @@ class Options:
     Attributes:
         max_tokens: Most tokens to generate; -1: until the text ends or the context is full.
         logits_processor: `processor(tokens, logits)` returns the logits to sample from.
+        grammar: Form of the text: a grammar in GBNF, or in llguidance's variant of Lark; needs llguidance.
+        json_schema: Form of the text: a JSON schema, as an object or as JSON; `{}` is any JSON.
+        logit_bias: Numbers added to the logits of tokens; -inf excludes a token.
         repeat_penalty: Positive logits of recent tokens are divided by this, negative ones multiplied.
+        frequency_penalty: Subtracted from a token's logit for each time that it is recent.
+        presence_penalty: Subtracted from the logits of recent tokens.
         repeat_last: Number of tokens that count as recent.
         top_k: Sample only from the K most likely tokens; 0: no limit.
+        typical_p: Sample only from the most typical tokens whose probabilities sum to this: those of which
+            the information is nearest to the expected one.
         top_p: Sample only from the most likely tokens whose probabilities sum to this (nucleus sampling).
         min_p: Sample only from tokens with at least this fraction of the highest probability.
         temperature: Logits are divided by this; 0: the most likely token is taken.
@@ -53,6 +60,12 @@ class Options:
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     repeat_last: int = 64
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    typical_p: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    grammar: str = ""
+    json_schema: Mapping[str, Any] | str | None = None
     seed: int = 0
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
@@ -63,11 +76,15 @@ class Options:
         for name, least, most in (
             ("max_tokens", -1, 1 << 40), ("temperature", 0, 1e6), ("top_k", 0, 1 << 31), ("top_p", 0, 1),
             ("min_p", 0, 1), ("repeat_penalty", 1e-6, 1e6), ("repeat_last", 0, 1 << 31),
+            ("frequency_penalty", -1e6, 1e6), ("presence_penalty", -1e6, 1e6), ("typical_p", 0, 1),
             ("seed", 0, (1 << 64) - 1), ("logprobs", 0, 1 << 31),
         ):  # fmt: skip
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ArgumentError(f"{name} is {value!r}; give {least} to {most}")
+        for token, bias in (self.logit_bias or {}).items():
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0 or not bias < np.inf:
+                raise ArgumentError(f"logit_bias has {token!r}: {bias!r}; give numbers by token, or -inf")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if "" in self.stop:
@@ -84,6 +101,12 @@ class OptionValues(TypedDict, total=False):
     min_p: float
     repeat_penalty: float
     repeat_last: int
+    frequency_penalty: float
+    presence_penalty: float
+    typical_p: float
+    logit_bias: Mapping[int, float] | None
+    grammar: str
+    json_schema: Mapping[str, Any] | str | None
     seed: int
     stop: str | Sequence[str]
     ignore_eos: bool
@@ -109,10 +132,12 @@ class Sampler:
 
     Args:
         options: Options of sampling.
+        grammar: Sets logits of tokens that are not allowed to -inf.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, grammar: LogitsProcessor | None = None) -> None:
         self._options = options
+        self._grammar = grammar
         self._random = np.random.Generator(np.random.PCG64(options.seed))
 
     def __call__(self, logits: Floats, tokens: Sequence[int]) -> int:
@@ -128,16 +153,27 @@ class Sampler:
         s = self._options
         if s.logits_processor is not None:
             logits = _processed(s.logits_processor, logits, tokens)
-        if s.repeat_penalty != 1 and s.repeat_last:
-            recent = np.unique(np.asarray(tokens[-s.repeat_last :], np.int64))
+        penalises = (s.repeat_penalty, s.frequency_penalty, s.presence_penalty) != (1, 0, 0)
+        if s.logit_bias or self._grammar is not None or penalises:
             logits = logits.copy()
+        for token, bias in (s.logit_bias or {}).items():
+            if token < logits.size:
+                logits[token] += bias
+        if self._grammar is not None:
+            logits = self._grammar(tokens, logits)
+        if penalises and s.repeat_last:
+            recent, counts = np.unique(np.asarray(tokens[-s.repeat_last :], np.int64), return_counts=True)
             found = logits[recent]
-            logits[recent] = np.where(found > 0, found / s.repeat_penalty, found * s.repeat_penalty)
+            found = np.where(found > 0, found / s.repeat_penalty, found * s.repeat_penalty)
+            logits[recent] = found - counts * s.frequency_penalty - s.presence_penalty
         if s.temperature == 0 or s.top_k == 1:
             return int(logits.argmax())
         ids, kept, total = self._candidates(logits)
         kept = kept - kept[0]
         odds = np.exp(kept.astype(np.float64))
+        if s.typical_p < 1:
+            typical = _typical(odds / odds.sum(), s.typical_p)
+            ids, kept, odds, total = ids[typical], kept[typical], odds[typical], 0.0
         if s.top_p < 1:
             before = np.cumsum(odds) - odds
             n = max(1, int(np.count_nonzero(before < s.top_p * (total or odds.sum()))))
@@ -156,6 +192,8 @@ class Sampler:
         times as long as finding these.
         """
         s = self._options
+        if s.typical_p < 1 and not s.top_k:
+            return *_sorted(logits, logits[np.isfinite(logits)].min()), 0.0
         if s.top_k:
             return *_likeliest(logits, s.top_k), 0.0
         if s.top_p == 1 and s.min_p == 0:
@@ -181,6 +219,14 @@ def _processed(processor: LogitsProcessor, logits: Floats, tokens: Sequence[int]
         what = "-inf for every token" if most == -np.inf else f"{most}"
         raise ArgumentError(f"logits_processor returned {what}; give numbers, and -inf for excluded tokens")
     return found
+
+
+def _typical(p: npt.NDArray[np.float64], most: float) -> npt.NDArray[np.int64]:
+    """Return the indices of the most typical of sorted probabilities, as few as sum to over `most`."""
+    information = -np.log(np.maximum(p, np.finfo(np.float64).tiny))
+    order = np.argsort(np.abs(information - (p * information).sum()), kind="stable")
+    n = int(np.searchsorted(np.cumsum(p[order]), most, "right")) + 1
+    return np.sort(order[:n])
 
 
 def _likeliest(logits: Floats, k: int) -> tuple[npt.NDArray[np.int64], Floats]:

@@ -1,0 +1,247 @@
+"""Requests of OpenAI's API: bodies of JSON to prompts and options."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ggmlb.core.errors import ArgumentError, kind_of
+from ggmlb.models import Options, TextModel
+
+JSON: Final = Mapping[str, Any]
+
+SAMPLING: Final = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty",
+    "repeat_penalty", "seed", "ignore_eos", "grammar", "json_schema",
+)  # fmt: skip
+"""Fields of a body that are options of the same name; those that OpenAI lacks are llama.cpp's."""
+
+MAX_LOGPROBS: Final = 20
+MAX_CHOICES: Final = 128
+MAX_STOPS: Final = 64
+"""Bounds on what a request may ask for."""
+
+TOOL_INTRO: Final = (
+    "You may call one or more of these functions:\n{tools}\nTo call one, answer only\n"
+    '<tool_call>\n{{"name": "FUNCTION", "arguments": {{...}}}}\n</tool_call>'
+)
+"""System message about tools, for models whose chat template does not mention them."""
+
+
+@dataclass
+class Asked:
+    """What a request asks for.
+
+    Attributes:
+        prompts: Token numbers of each prompt.
+        options: Options of the first choice of each; further ones have other seeds.
+        n: Choices for each prompt.
+        is_chat: Whether the answer is a message.
+        is_streamed: Whether pieces are sent as they come.
+        has_usage: Whether a stream ends with the numbers of tokens.
+        echo: Texts that precede the answers.
+        tools: Names of the functions that the model may call.
+        opening: Beginning of the answer that is part of the prompt: of a call that must be made.
+    """
+
+    prompts: list[list[int]]
+    options: Options
+    n: int = 1
+    is_chat: bool = False
+    is_streamed: bool = False
+    has_usage: bool = False
+    echo: list[str] = field(default_factory=list)
+    tools: tuple[str, ...] = ()
+    opening: str = ""
+
+
+def _typed(body: JSON, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+    """Return a field of a body, or `default` where it is missing or null."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        words = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ArgumentError(f"{name} is {kind_of(value)}; give {words}")
+    return value
+
+
+def _count(body: JSON, name: str, default: int, most: int) -> int:
+    value: int = _typed(body, name, int, default)
+    if not 0 <= value <= most:
+        raise ArgumentError(f"{name} is {value}; give 0 to {most}")
+    return value
+
+
+def _options(body: JSON, **changes: Any) -> Options:
+    given: dict[str, Any] = {name: body[name] for name in SAMPLING if body.get(name) is not None}
+    for name in ("temperature", "top_p", "min_p", "typical_p", "frequency_penalty", "presence_penalty"):
+        if isinstance(given.get(name), (int, float)):
+            given[name] = float(given[name])
+    given.setdefault("seed", secrets.randbits(63))
+    stop = body.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
+        raise ArgumentError("stop must be a text or a list of texts")
+    if len(stops) > MAX_STOPS:
+        raise ArgumentError(f"stop has {len(stops)} texts; give at most {MAX_STOPS}")
+    most = _typed(body, "max_completion_tokens", int, _typed(body, "max_tokens", int, None))
+    biases = _typed(body, "logit_bias", Mapping, {})
+    try:
+        bias = {int(token): max(float(value), -1e9) for token, value in biases.items()}
+    except (TypeError, ValueError):
+        raise ArgumentError("logit_bias must give a number for each token number") from None
+    form = _typed(body, "response_format", Mapping, {})
+    match form.get("type", "text"):
+        case "json_object":
+            given["json_schema"] = {"type": "object"}
+        case "json_schema":
+            schema = form.get("json_schema")
+            if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
+                raise ArgumentError("response_format.json_schema must have the object 'schema'")
+            given["json_schema"] = schema["schema"]
+        case "text":
+            pass
+        case other:
+            raise ArgumentError(f"response_format.type is {other!r}; give text, json_object or json_schema")
+    given |= {"stop": tuple(stops), "max_tokens": -1 if most is None else most, "logit_bias": bias} | changes
+    for name, value in given.items():
+        if name in ("seed", "top_k", "max_tokens") and not isinstance(value, int):
+            raise ArgumentError(f"{name} is {kind_of(value)}; give an integer")
+        if name in SAMPLING[:8] and not isinstance(value, (int, float)):
+            raise ArgumentError(f"{name} is {kind_of(value)}; give a number")
+    given["seed"] %= 1 << 64
+    return Options(**given)
+
+
+def _common(body: JSON, options: Options, prompts: list[list[int]]) -> Asked:
+    stream_options = _typed(body, "stream_options", Mapping, {})
+    n = _count(body, "n", 1, MAX_CHOICES)
+    return Asked(
+        prompts, options, max(n, 1), is_streamed=_typed(body, "stream", bool, False),
+        has_usage=bool(stream_options.get("include_usage")),
+    )  # fmt: skip
+
+
+def completion(body: JSON, model: TextModel) -> Asked:
+    """Return what a body of `/v1/completions` asks for.
+
+    Raises:
+        ArgumentError: The body is wrong.
+    """
+    prompt = body.get("prompt")
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(p) is int for p in prompt))
+    many = [prompt] if is_one else prompt
+    if not isinstance(many, list) or not many or len(many) > MAX_CHOICES:
+        raise ArgumentError(f"prompt must be a text, token numbers, or a list of 1 to {MAX_CHOICES} of these")
+    for one in many:
+        if not isinstance(one, (str, list)):
+            raise ArgumentError(f"prompt has {kind_of(one)}; give texts or lists of token numbers")
+    logprobs = _count(body, "logprobs", 0, MAX_LOGPROBS)
+    tokens = [model.tokens_of(one) for one in many]
+    asked = _common(body, _options(body, logprobs=logprobs), tokens)
+    if _typed(body, "echo", bool, False):
+        asked.echo = [one if isinstance(one, str) else model.vocabulary.decode(one) for one in many]
+    return asked
+
+
+def chat(body: JSON, model: TextModel) -> Asked:
+    """Return what a body of `/v1/chat/completions` asks for.
+
+    Raises:
+        ArgumentError: The body is wrong.
+        ModelError: The file has no chat template, or the template refuses the messages.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise ArgumentError("messages must be a list of one or more objects with 'role' and 'content'")
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ArgumentError(f"messages[{i}] has no text 'role'")
+    tools = [_function(tool) for tool in _typed(body, "tools", list, [])]
+    choice = body.get("tool_choice") or "auto"
+    names = tuple(str(tool["name"]) for tool in tools) if choice != "none" else ()
+    variables: dict[str, Any] = dict(_typed(body, "chat_template_kwargs", Mapping, {}))
+    template = model.chat_template
+    if names:
+        if "tools" in template.source:
+            variables["tools"] = [{"type": "function", "function": tool} for tool in tools]
+        else:
+            intro = TOOL_INTRO.format(tools="\n".join(json.dumps(tool) for tool in tools))
+            messages = _with_intro([_as_text(message) for message in messages], intro)
+    text = template.render(messages, **variables)
+    changes: dict[str, Any] = {}
+    if isinstance(choice, Mapping):
+        wanted = choice.get("function", {})
+        wanted = wanted.get("name") if isinstance(wanted, Mapping) else None
+        if wanted not in names:
+            raise ArgumentError(f"tool_choice names {wanted!r}; the tools are {', '.join(names) or 'none'}")
+        tools = [tool for tool in tools if tool["name"] == wanted]
+    must = isinstance(choice, Mapping) or choice == "required"
+    if must:
+        if not names:
+            raise ArgumentError("tool_choice asks for a call, but there are no tools")
+        changes["json_schema"] = {"anyOf": [_call_schema(tool) for tool in tools]}
+    n_logprobs = _count(body, "top_logprobs", 0, MAX_LOGPROBS)
+    wants = _typed(body, "logprobs", bool, False)
+    options = _options(body, logprobs=max(n_logprobs, 1) if wants else 0, **changes)
+    tokens = model.vocabulary.encode(text, add_special=False)
+    asked = _common(body, options, [model.tokens_of(tokens)])
+    asked.is_chat, asked.tools, asked.opening = True, names, "<tool_call>" if must else ""
+    return asked
+
+
+def embeddings(body: JSON, tokens_of: Callable[[Any], list[int]]) -> list[list[int]]:
+    """Return the token numbers of each input of a body of `/v1/embeddings`.
+
+    Raises:
+        ArgumentError: The body is wrong.
+    """
+    given = body.get("input")
+    is_one = isinstance(given, str) or (isinstance(given, list) and all(type(p) is int for p in given))
+    many = [given] if is_one else given
+    if not isinstance(many, list) or not many or not all(isinstance(one, (str, list)) for one in many):
+        raise ArgumentError("input must be a text, token numbers, or a list of these")
+    if len(many) > (most := 16 * MAX_CHOICES):
+        raise ArgumentError(f"input has {len(many)} texts; give at most {most}")
+    return [tokens_of(one) for one in many]
+
+
+def _function(tool: Any) -> dict[str, Any]:
+    """Return the function of a tool, after checks."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ArgumentError("each of tools must be {'type': 'function', 'function': {'name': ...}}")
+    return dict(function)
+
+
+def _call_schema(tool: JSON) -> JSON:
+    parameters = tool.get("parameters") or {"type": "object"}
+    properties = {"name": {"const": tool["name"]}, "arguments": parameters}
+    return {
+        "type": "object", "properties": properties, "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+def _with_intro(messages: list[JSON], intro: str) -> list[JSON]:
+    """Add a text to the system message, or a system message."""
+    first = messages[0]
+    if first["role"] == "system" and isinstance(first.get("content"), str):
+        return [{**first, "content": f"{first['content']}\n\n{intro}"}, *messages[1:]]
+    return [{"role": "system", "content": intro}, *messages]
+
+
+def _as_text(message: JSON) -> JSON:
+    """Return a message without tool calls and results, which are written as text."""
+    calls = message.get("tool_calls")
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message.get('content')}\n</tool_response>"}
+    if not isinstance(calls, list) or not calls:
+        return message
+    texts = [json.dumps(call.get("function")) for call in calls if isinstance(call, Mapping)]
+    written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+    return {"role": message["role"], "content": f"{message.get('content') or ''}{written}"}

@@ -1,0 +1,536 @@
+"""The server: routes of OpenAI's API over one `JobQueue`, limits, metrics, and the page to chat in."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from hmac import compare_digest
+from importlib.resources import files
+from time import perf_counter, time
+from typing import Any, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ggmlb.core.errors import AllocationError, ArgumentError, Error, FreedError, ModelError
+from ggmlb.models import Generation, Job, JobQueue, TextModel
+from ggmlb.serve import answers, requests
+
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+POLICY: Final = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""What the page may load: only from this server."""
+
+Piece = tuple[int, str, bool]
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what clients may use.
+
+    Attributes:
+        n_requests: Answers that may be computed or waited for at once; of more, clients are told to retry.
+        n_connections: Open connections.
+        body_nbytes: Largest body [bytes].
+        body_seconds: Longest time to send a body [s].
+        shutdown_seconds: Time that running answers have when the server is stopped [s].
+    """
+
+    n_requests: int = 256
+    n_connections: int = 1024
+    body_nbytes: int = 8 << 20
+    body_seconds: float = 30.0
+    shutdown_seconds: int = 60
+
+
+class _RefusedError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: HTTP status.
+        content: The answer.
+    """
+
+    def __init__(self, status: int, text: str, kind: str = "invalid_request_error", code: str = "") -> None:
+        self.status = status
+        self.content = answers.error(text, kind, code or None)
+
+
+class _Server:
+    """The handlers of one server; attributes as the arguments of `create_app`."""
+
+    def __init__(
+        self, model: TextModel, name: str, api_key: str | None, hosts: tuple[str, ...], limits: Limits
+    ):
+        self.model = model
+        self.name = name
+        self.limits = limits
+        self._api_key = api_key
+        self._hosts = hosts
+        self._start = time()
+        self._n_open = 0
+        self._n_answers: Counter[tuple[str, int]] = Counter()
+        self._recent = (perf_counter(), 0, 0.0)
+        self.queue: JobQueue
+        self.page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def route(self, path: str, handler: Handler, is_open: bool = False, method: str = "GET") -> Route:
+        """Return the route of a handler, with checks of key and host, and errors in OpenAI's form."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                self._check(request, is_open)
+                found = await handler(request)
+            except _RefusedError as refused:
+                retry = {"Retry-After": "1"} if refused.status in (429, 503) else None
+                found = JSONResponse(refused.content, refused.status, retry)
+            except AllocationError as error:
+                found = JSONResponse(answers.error(str(error), "server_error"), 503, {"Retry-After": "1"})
+            except (ArgumentError, ModelError) as error:
+                code = "context_length_exceeded" if "n_ctx" in str(error) else None
+                found = JSONResponse(answers.error(str(error), code=code), 400)
+            except FreedError:
+                found = JSONResponse(answers.error("the server is being stopped", "server_error"), 503)
+            except ClientDisconnect:
+                found = Response(status_code=499)
+            except Error as error:
+                found = JSONResponse(answers.error(str(error), "server_error"), 500)
+            self._n_answers[path, found.status_code] += 1
+            return found
+
+        return Route(path, answer, methods=[method])
+
+    def _check(self, request: Request, is_open: bool) -> None:
+        if self._hosts and request.url.hostname not in self._hosts:  # a page elsewhere, by a name of its own
+            raise _RefusedError(403, f"the host {request.url.hostname!r} is not this server's; see --host")
+        if self._api_key is None or is_open:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not compare_digest(given.encode(), self._api_key.encode()):
+            raise _RefusedError(
+                401, "the API key is missing or wrong", "authentication_error", "invalid_api_key"
+            )
+
+    async def _body(self, request: Request) -> Mapping[str, Any]:
+        if not request.headers.get("content-type", "").startswith("application/json"):
+            raise _RefusedError(415, "send JSON, with the header Content-Type: application/json")
+
+        async def read() -> bytearray:
+            found = bytearray()
+            async for part in request.stream():
+                found += part
+                if len(found) > self.limits.body_nbytes:
+                    raise _RefusedError(413, f"the body has more than {self.limits.body_nbytes:,} bytes")
+            return found
+
+        try:
+            raw = await asyncio.wait_for(read(), self.limits.body_seconds)
+        except asyncio.TimeoutError:
+            raise _RefusedError(408, f"the body did not come within {self.limits.body_seconds:g} s") from None
+        try:
+            body = await run_in_threadpool(json.loads, raw)
+        except (ValueError, RecursionError) as error:
+            raise _RefusedError(400, f"the body is no JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise _RefusedError(400, "the body must be a JSON object")
+        return body
+
+    def _enter(self, n: int) -> None:
+        """Count `n` more answers as open; refuse them if they are too many."""
+        if self._n_open + n > self.limits.n_requests:
+            raise _RefusedError(
+                429, f"{self._n_open} answers are under way; try again soon", "rate_limit_error", "queue_full"
+            )
+        self._n_open += n
+
+    # -- generation ----------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """Answer `/v1/chat/completions`."""
+        return await self._generate(request, requests.chat)
+
+    async def completion(self, request: Request) -> Response:
+        """Answer `/v1/completions`."""
+        return await self._generate(request, requests.completion)
+
+    async def _generate(
+        self, request: Request, parse: Callable[[Mapping[str, Any], TextModel], requests.Asked]
+    ) -> Response:
+        body = await self._body(request)
+        self._enter(1)
+        n, run = 1, None
+        try:
+            asked = await run_in_threadpool(parse, body, self.model)
+            n_more = len(asked.prompts) * asked.n - 1
+            self._enter(n_more)
+            n += n_more
+            run = _Run(self, asked)
+            await run_in_threadpool(run.submit)
+            if asked.is_streamed:
+                stream = run.stream(n)
+                n, run = 0, None  # the stream leaves when it ends
+                headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+                return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+            return JSONResponse(await run.whole(request))
+        finally:
+            if run is not None:
+                run.cancel()
+            self.leave(n)
+
+    def leave(self, n: int) -> None:
+        """Count `n` fewer answers as open."""
+        self._n_open -= n
+
+    async def embeddings(self, request: Request) -> Response:
+        """Answer `/v1/embeddings`."""
+        body = await self._body(request)
+        self._enter(1)
+        try:
+            prompts = await run_in_threadpool(requests.embeddings, body, self.model.tokens_of)
+            rows = []
+            for prompt in prompts:
+                rows.append(await run_in_threadpool(self.queue.embed, prompt))
+                if await request.is_disconnected():
+                    raise ClientDisconnect
+            if rows[0].ndim > 1:
+                raise _RefusedError(400, "this model has no embedding of a whole text (pooling type none)")
+            is_packed = body.get("encoding_format") == "base64"
+            data = [
+                {
+                    "object": "embedding",
+                    "index": i,
+                    "embedding": base64.b64encode(row.tobytes()).decode() if is_packed else row.tolist(),
+                }
+                for i, row in enumerate(rows)
+            ]
+            n = sum(map(len, prompts))
+            used = {"prompt_tokens": n, "total_tokens": n}
+            return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": used})
+        finally:
+            self.leave(1)
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """Answer `/v1/models`, and `/v1/models/NAME`."""
+        one = {"id": self.name, "object": "model", "created": int(self._start), "owned_by": "ggmlb"}
+        if (name := request.path_params.get("name")) is None:
+            return JSONResponse({"object": "list", "data": [one]})
+        if name != self.name:
+            raise _RefusedError(
+                404, f"there is no model {name!r}; it is {self.name!r}", code="model_not_found"
+            )
+        return JSONResponse(one)
+
+    async def health(self, request: Request) -> Response:
+        """Answer `/health`."""
+        return JSONResponse({"status": "ok"})
+
+    async def status(self, request: Request) -> Response:
+        """Answer `/status`: speed, the parts on each device, and memory."""
+        summary = self.model.summary()
+        now, n, speed = perf_counter(), self.queue.n_generated, self._recent[2]
+        if now - self._recent[0] >= 0.5:
+            speed = (n - self._recent[1]) / (now - self._recent[0])
+            self._recent = now, n, speed
+        return JSONResponse({
+            "model": self.name, "facts": dict(summary.facts), "parts": dict(summary.parts),
+            "memory": summary.memory.allocated.as_list(), "tokens_per_second": speed,
+            "running": self.queue.n_active, "waiting": self.queue.n_waiting,
+            "needs_key": self._api_key is not None,
+        })  # fmt: skip
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer `/metrics`, in Prometheus' text format."""
+        queue, lines = self.queue, []
+        for name, kind, about, value in (
+            ("tokens_generated_total", "counter", "Generated tokens.", queue.n_generated),
+            ("prompt_tokens_total", "counter", "Tokens of prompts.", queue.n_prompt),
+            (
+                "prompt_tokens_reused_total",
+                "counter",
+                "Tokens of prompts that were cached.",
+                queue.n_reused,
+            ),
+            ("answers_running", "gauge", "Answers that are computed now.", queue.n_active),
+            ("answers_waiting", "gauge", "Answers that have not started.", queue.n_waiting),
+            ("uptime_seconds", "gauge", "Time since the start.", round(time() - self._start, 3)),
+        ):
+            lines += [f"# HELP ggmlb_{name} {about}", f"# TYPE ggmlb_{name} {kind}", f"ggmlb_{name} {value}"]
+        lines += ["# HELP ggmlb_requests_total Answered requests.", "# TYPE ggmlb_requests_total counter"]
+        for (path, status), n in sorted(self._n_answers.items()):
+            lines.append(f'ggmlb_requests_total{{path="{path}",status="{status}"}} {n}')
+        lines += ["# HELP ggmlb_memory_bytes Allocated memory.", "# TYPE ggmlb_memory_bytes gauge"]
+        for use in self.model.memory.allocated:
+            labels = f'device="{use.device}",memory="{use.memory}",kind="{use.kind}"'
+            lines.append(f"ggmlb_memory_bytes{{{labels}}} {use.nbytes}")
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def index(self, request: Request) -> Response:
+        """Answer `/`: the page to chat in."""
+        return HTMLResponse(self.page, headers={"Content-Security-Policy": POLICY})
+
+
+class _Run:
+    """The generations of one request.
+
+    Args:
+        server: The server.
+        asked: What the request asks for.
+    """
+
+    def __init__(self, server: _Server, asked: requests.Asked) -> None:
+        self._server = server
+        self._model = server.model
+        self._asked = asked
+        self._jobs: list[Job] = []
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        kind = "chat.completion" if asked.is_chat else "text_completion"
+        self._head = {
+            "id": answers.new_id("chatcmpl" if asked.is_chat else "cmpl"),
+            "object": f"{kind}.chunk" if asked.is_chat and asked.is_streamed else kind,
+            "created": int(time()),
+            "model": server.name,
+        }
+
+    def submit(self) -> None:
+        """Queue the generations."""
+        options = self._asked.options
+        for prompt in self._asked.prompts:
+            for j in range(self._asked.n):
+                number = len(self._jobs)
+                seed = (options.seed + j) % (1 << 64)
+
+                def take(piece: str, is_done: bool, number: int = number) -> None:
+                    with suppress(RuntimeError):  # the loop is closed: nobody waits
+                        self._loop.call_soon_threadsafe(self._pieces.put_nowait, (number, piece, is_done))
+
+                self._jobs.append(self._server.queue.submit(prompt, options, take, seed=seed))
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        for job in self._jobs:
+            job.cancel()
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """Wait for all generations, and return the whole answer; a client that goes ends them."""
+        gone = asyncio.create_task(_gone(request))
+        try:
+            n_left = len(self._jobs)
+            while n_left:
+                piece = asyncio.create_task(self._pieces.get())
+                await asyncio.wait({piece, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not piece.done():
+                    piece.cancel()
+                    raise ClientDisconnect
+                n_left -= piece.result()[2]
+        finally:
+            gone.cancel()
+        for job in self._jobs:
+            if job.error is not None:
+                raise job.error
+        choices = [self._choice(i, job.result) for i, job in enumerate(self._jobs)]
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        n_reused = sum(job.n_reused for job in self._jobs)
+        return answers.usage([job.result for job in self._jobs], self._asked.prompts, n_reused)
+
+    def _choice(self, i: int, result: Generation) -> dict[str, Any]:
+        asked = self._asked
+        if asked.is_chat:
+            message, reason = answers.message(result, asked.tools)
+            logs = answers.chat_logprobs(self._model, result, 0, len(result.tokens))
+            return {"index": i, "message": message, "logprobs": logs, "finish_reason": reason}
+        text = (asked.echo[i // asked.n] if asked.echo else "") + result.text
+        reason = answers.REASONS.get(result.stopped_by, "stop")
+        logprobs = answers.text_logprobs(self._model, result)
+        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    async def stream(self, n: int) -> AsyncIterator[bytes]:
+        """Yield the events of the answer; count `n` fewer open answers at the end."""
+        try:
+            streams = [_Choice(self._model, self._asked, job, i) for i, job in enumerate(self._jobs)]
+            for choice in streams if self._asked.is_chat else ():
+                yield self._event(choice.delta({"role": "assistant", "content": ""}))
+            n_left = len(self._jobs)
+            while n_left:
+                number, piece, is_done = await self._pieces.get()
+                n_left -= is_done
+                if is_done and (failed := self._jobs[number].error) is not None:
+                    yield _event(answers.error(str(failed), "server_error"))
+                    return
+                for found in streams[number].take(piece, is_done):
+                    yield self._event(found)
+            if self._asked.has_usage:
+                yield _event({**self._head, "choices": [], "usage": self._usage()})
+            yield b"data: [DONE]\n\n"
+        finally:  # also if the client goes
+            self.cancel()
+            self._server.leave(n)
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        return _event({**self._head, "choices": [choice]})
+
+
+class _Choice:
+    """One choice of a stream: its text so far, and what of it was sent."""
+
+    def __init__(self, model: TextModel, asked: requests.Asked, job: Job, index: int) -> None:
+        self._model = model
+        self._asked = asked
+        self._result = job.result
+        self._index = index
+        self._text = ""
+        self._n_sent = self._n_logprobs = 0
+        self._echo = asked.echo[index // asked.n] if asked.echo else ""
+
+    def take(self, piece: str, is_done: bool) -> list[dict[str, Any]]:
+        """Return the objects of a new piece of text; text that may be a tool call waits for the end."""
+        self._text += piece
+        asked = self._asked
+        if not asked.is_chat:
+            text, self._echo = self._echo + piece, ""
+            reason = answers.REASONS.get(self._result.stopped_by, "stop") if is_done else None
+            return [{"index": self._index, "text": text, "logprobs": None, "finish_reason": reason}]
+        found = []
+        end = self._text_end() if not is_done else len(self._text)
+        message, reason = answers.message(self._result, asked.tools) if is_done else ({}, "")
+        calls = message.get("tool_calls", [])
+        if calls:
+            end = self._n_sent
+        if end > self._n_sent:
+            found.append(self.delta({"content": self._text[self._n_sent : end]}))
+            self._n_sent = end
+        if calls:
+            found.append(self.delta({"tool_calls": [{"index": i, **c} for i, c in enumerate(calls)]}))
+        if is_done:
+            found.append({**self.delta({}), "finish_reason": reason})
+        if found and asked.options.logprobs:
+            first, self._n_logprobs = self._n_logprobs, len(self._result.tokens)
+            found[0]["logprobs"] = answers.chat_logprobs(self._model, self._result, first, self._n_logprobs)
+        return found
+
+    def _text_end(self) -> int:
+        """Return the length of the text that can be sent now."""
+        if not self._asked.tools:
+            return len(self._text)
+        start = self._text.lstrip()
+        if self._asked.opening or any(start.startswith(m) or m.startswith(start) for m in answers.CALL_MARKS):
+            return 0
+        marks = [at for mark in answers.CALL_MARKS[:2] if (at := self._text.find(mark[0], self._n_sent)) >= 0]
+        return min(marks, default=len(self._text))
+
+    def delta(self, change: dict[str, Any]) -> dict[str, Any]:
+        """Return an object of the stream with a change of the message."""
+        return {"index": self._index, "delta": change, "logprobs": None, "finish_reason": None}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_app(
+    model: TextModel,
+    name: str | None = None,
+    api_key: str | None = None,
+    hosts: tuple[str, ...] = (),
+    limits: Limits = Limits(),
+) -> Starlette:
+    """Return the ASGI application that serves a model.
+
+    Args:
+        model: The model; it stays open.
+        name: The model's name for clients; that of its file by default.
+        api_key: The key that clients must send; none by default.
+        hosts: Names by which clients may call the server; any by default.
+        limits: Bounds on what clients may use.
+    """
+    server = _Server(model, name or model.file.path.stem, api_key, hosts, limits)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        server.queue = model.queue()
+        try:
+            yield
+        finally:
+            await run_in_threadpool(server.queue.close, cancel=True)
+
+    route = server.route
+    routes = [
+        route("/", server.index, is_open=True),
+        route("/health", server.health, is_open=True),
+        route("/metrics", server.metrics),
+        route("/status", server.status),
+        route("/v1/models", server.models),
+        route("/v1/models/{name:path}", server.models),
+        route("/v1/chat/completions", server.chat, method="POST"),
+        route("/v1/completions", server.completion, method="POST"),
+        route("/v1/embeddings", server.embeddings, method="POST"),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.state.server = server
+    return app
+
+
+def serve(
+    model: TextModel,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    limits: Limits = Limits(),
+    on_start: Callable[[str], object] | None = None,
+) -> None:
+    """Serve a model until SIGINT or SIGTERM; running answers end first.
+
+    Args:
+        model: The model.
+        host: The address to listen at; by default only programs on this machine can reach it.
+        port: The port; 0: a free one.
+        name: As for `create_app`, like `api_key` and `limits`.
+        api_key: The key that clients must send.
+        limits: Bounds on what clients may use.
+        on_start: Called with the server's URL when it listens.
+
+    Raises:
+        ArgumentError: The address cannot be listened at.
+    """
+    app = create_app(model, name, api_key, LOOPBACK if host in LOOPBACK else (), limits)
+    config = uvicorn.Config(
+        app, host, port, log_level="warning", limit_concurrency=limits.n_connections, timeout_keep_alive=15,
+        timeout_graceful_shutdown=limits.shutdown_seconds, server_header=False, ws="none",
+    )  # fmt: skip
+    try:
+        listener = config.bind_socket()
+    except SystemExit:
+        raise ArgumentError(f"cannot listen at {host}, port {port}; give another --port or --host") from None
+    listener.listen(limits.n_connections)
+    if on_start is not None:
+        shown = f"[{host}]" if ":" in host else host
+        on_start(f"http://{shown}:{listener.getsockname()[1]}")
+    with listener:
+        uvicorn.Server(config).run(sockets=[listener])

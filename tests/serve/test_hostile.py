@@ -1,0 +1,127 @@
+"""Clients that are slow, broken, too many, or gone: others are answered, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.serve.conftest import Served
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SHORT = {"prompt": "One, two,", "max_tokens": 2}
+ENDLESS = {"prompt": "One, two,", "ignore_eos": True, "stream": True}
+
+
+def post(served: Served, body: Any, length: int | None = None) -> socket.socket:
+    """Send a request to `/v1/completions`, and return the connection."""
+    raw = json.dumps(body).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(served.address, timeout=60)
+    connection.sendall(f"{head}Content-Length: {length or len(raw)}\r\n\r\n".encode() + raw)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "status", "told"),
+    [
+        (CHAT, b"{", 400, "no JSON"),
+        (CHAT, b"[" * 200_000, 400, "no JSON"),
+        (CHAT, b"\xff\xfe", 400, "no JSON"),
+        (CHAT, b"[]", 400, "must be a JSON object"),
+        (CHAT, b"{}", 400, "messages must be a list"),
+        (CHAT, b'{"messages": [{"role": 1}]}', 400, "no text 'role'"),
+        (CHAT, b'{"messages": [{"role": "user", "content": 5}]}', 400, "content is 5"),
+        (TEXT, b'{"prompt": ""}', 400, "the prompt is empty"),
+        (TEXT, b'{"prompt": [1, -5]}', 400, "token -5"),
+        (TEXT, b'{"prompt": {"a": 1}}', 400, "prompt must be"),
+        (TEXT, b'{"prompt": "a", "temperature": "hot"}', 400, "temperature is"),
+        (TEXT, b'{"prompt": "a", "temperature": NaN}', 400, "temperature is nan"),
+        (TEXT, b'{"prompt": "a", "max_tokens": -7}', 400, "max_tokens is -7"),
+        (TEXT, b'{"prompt": "a", "max_tokens": true}', 400, "max_tokens is"),
+        (TEXT, b'{"prompt": "a", "n": 100000}', 400, "n is 100000"),
+        (TEXT, b'{"prompt": "a", "stop": [1]}', 400, "stop must be"),
+        (TEXT, b'{"prompt": "a", "logit_bias": {"x": 1}}', 400, "logit_bias"),
+        (TEXT, b'{"prompt": "a", "grammar": "root ::= ("}', 400, "grammar"),
+        (TEXT, b'{"prompt": "a", "json_schema": {"type": "no"}}', 400, "json_schema"),
+        (TEXT, b'{"prompt": "a", "response_format": {"type": "x"}}', 400, "response_format"),
+        ("/v1/embeddings", b'{"input": []}', 400, "the prompt is empty"),
+        (TEXT, b" " * (9 << 20), 413, "more than 8,388,608 bytes"),
+    ],
+)
+def test_a_wrong_body_is_answered_with_its_fault(
+    served: Served, path: str, raw: bytes, status: int, told: str
+) -> None:
+    found, answer = served.call(path, raw=raw)
+    assert found == status and told in answer["error"]["message"], answer
+
+
+def test_other_pages_cannot_use_the_server(served: Served) -> None:
+    plain = {"Content-Type": "text/plain"}  # as a form of any page can send it
+    assert served.call(TEXT, SHORT, plain)[0] == 415
+    assert served.call(TEXT, SHORT, {"Host": "rebound.example"})[0] == 403
+    assert served.call("/nothing")[0] == 404 and served.call("/v1/models/other")[0] == 404
+
+
+def test_a_client_that_goes_ends_its_answer(served: Served) -> None:
+    for body in (ENDLESS, {**ENDLESS, "stream": False}):
+        connection = post(served, body)
+        served.wait_for_metric("answers_running", 1)
+        connection.close()
+        served.wait_for_metric("answers_running", 0)
+    with post(served, ENDLESS) as half:
+        served.wait_for_metric("answers_running", 1)
+        half.shutdown(socket.SHUT_WR)
+        served.wait_for_metric("answers_running", 0)
+
+
+def test_slow_clients_keep_no_other_waiting(served: Served) -> None:
+    slow = [post(served, SHORT, length=1000) for _ in range(50)]
+    unread = post(served, {**ENDLESS, "max_tokens": 500})
+    assert served.call(TEXT, SHORT)[0] == 200
+    for connection in (*slow, unread):
+        connection.close()
+    served.wait_for_metric("answers_running", 0)
+
+
+def test_of_200_at_once_all_are_answered(served: Served) -> None:
+    with ThreadPoolExecutor(200) as pool:
+        found = list(pool.map(lambda i: served.call(TEXT, {**SHORT, "prompt": f"Number {i}"})[0], range(200)))
+    assert found == [200] * 200
+    served.wait_for_metric("answers_waiting", 0)
+
+
+def test_a_key_and_a_full_queue_and_the_end() -> None:
+    served = Served("--api-key", "secret", "--max-requests", "2", "--max-body", "2000")
+    key = {"Authorization": "Bearer secret"}
+    assert [served.call("/health")[0], served.call("/")[0]] == [200, 200]
+    for wrong in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Bearer s\u00e9cret"}):
+        assert served.call("/v1/models", headers=wrong)[0] == served.call(TEXT, SHORT, wrong)[0] == 401
+    assert served.call("/metrics")[0] == 401 and served.call(TEXT, SHORT, key)[0] == 200
+    assert served.call(TEXT, {"prompt": "a" * 3000}, key)[0] == 413
+    assert served.call(TEXT, {**SHORT, "n": 3}, key)[0] == 429
+    begun = threading.Event()
+    results = []
+
+    def ask() -> None:
+        body = {"prompt": "One", "ignore_eos": True, "max_tokens": 150}
+        begun.set()
+        results.append(served.call(TEXT, body, key))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while served.call(TEXT, SHORT, key)[0] != 429:  # both are under way
+        pass
+    served.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(90)
+    assert [status for status, _ in results] == [200, 200]
+    assert all(told["usage"]["completion_tokens"] == 150 for _, told in results)
+    assert served.stop() in (0, -signal.SIGTERM)
+    assert "Traceback" not in "".join(served.log)
