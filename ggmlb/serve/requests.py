@@ -11,7 +11,8 @@ from typing import Any, Final
 from ggmlb.core.errors import ArgumentError, kind_of
 from ggmlb.models import Options, TextModel
 
-JSON: Final = Mapping[str, Any]
+JSON = Mapping[str, Any]
+"""An object of JSON."""
 
 SAMPLING: Final = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty",
