@@ -16,7 +16,8 @@ JSON = Mapping[str, Any]
 
 SAMPLING: Final = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty",
-    "repeat_penalty", "seed", "ignore_eos", "grammar", "json_schema",
+    "repeat_penalty", "xtc_probability", "xtc_threshold", "mirostat_tau", "mirostat_eta", "mirostat", "seed",
+    "ignore_eos", "grammar", "json_schema",
 )  # fmt: skip
 """Fields of a body that are options of the same name; those that OpenAI lacks are llama.cpp's."""
 
@@ -79,8 +80,8 @@ def _count(body: JSON, name: str, default: int, most: int) -> int:
 
 def _options(body: JSON, **changes: Any) -> Options:
     given: dict[str, Any] = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    for name in ("temperature", "top_p", "min_p", "typical_p", "frequency_penalty", "presence_penalty"):
-        if isinstance(given.get(name), (int, float)):
+    for name in SAMPLING[:12]:
+        if name != "top_k" and isinstance(given.get(name), int):
             given[name] = float(given[name])
     given.setdefault("seed", secrets.randbits(63))
     stop = body.get("stop") or ()
@@ -110,9 +111,9 @@ def _options(body: JSON, **changes: Any) -> Options:
             raise ArgumentError(f"response_format.type is {other!r}; give text, json_object or json_schema")
     given |= {"stop": tuple(stops), "max_tokens": -1 if most is None else most, "logit_bias": bias} | changes
     for name, value in given.items():
-        if name in ("seed", "top_k", "max_tokens") and not isinstance(value, int):
+        if name in ("seed", "top_k", "max_tokens", "mirostat") and not isinstance(value, int):
             raise ArgumentError(f"{name} is {kind_of(value)}; give an integer")
-        if name in SAMPLING[:8] and not isinstance(value, (int, float)):
+        if name in SAMPLING[:12] and not isinstance(value, (int, float)):
             raise ArgumentError(f"{name} is {kind_of(value)}; give a number")
     given["seed"] %= 1 << 64
     return Options(**given)

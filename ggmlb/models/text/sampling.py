@@ -18,6 +18,9 @@ LogitsProcessor = Callable[[Sequence[int], Floats], Floats]
 """`processor(tokens, logits)`: the logits to sample from, given the tokens so far, prompt included."""
 alias("LogitsProcessor", "Callable")
 
+MIROSTAT_TOKENS = 100
+"""Likeliest tokens from which Mirostat 1 estimates the distribution, as llama.cpp does."""
+
 BLOCK = 64
 """Logits whose maximum is compared first in the search for the most likely tokens."""
 
@@ -43,6 +46,13 @@ class Options:
             the information is nearest to the expected one.
         top_p: Sample only from the most likely tokens whose probabilities sum to this (nucleus sampling).
         min_p: Sample only from tokens with at least this fraction of the highest probability.
+        xtc_probability: Probability with which all but the least likely of the tokens with probabilities of
+            at least `xtc_threshold` are excluded.
+        xtc_threshold: See `xtc_probability`; above 0.5: nothing is excluded.
+        mirostat: 1 or 2: Mirostat of this version, which steers to a mean information per token, in place of
+            all penalties and limits above; 0: off.
+        mirostat_tau: The information that Mirostat steers to [bits].
+        mirostat_eta: Its learning rate.
         temperature: Logits are divided by this; 0: the most likely token is taken.
         seed: Seed of the random numbers.
         stop: A text, or texts, that end the generation; they are not part of the result.
@@ -63,6 +73,11 @@ class Options:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     logit_bias: Mapping[int, float] | None = None
     grammar: str = ""
     json_schema: Mapping[str, Any] | str | None = None
@@ -77,6 +92,8 @@ class Options:
             ("max_tokens", -1, 1 << 40), ("temperature", 0, 1e6), ("top_k", 0, 1 << 31), ("top_p", 0, 1),
             ("min_p", 0, 1), ("repeat_penalty", 1e-6, 1e6), ("repeat_last", 0, 1 << 31),
             ("frequency_penalty", -1e6, 1e6), ("presence_penalty", -1e6, 1e6), ("typical_p", 0, 1),
+            ("xtc_probability", 0, 1), ("xtc_threshold", 0, 1), ("mirostat", 0, 2), ("mirostat_tau", 0, 1e6),
+            ("mirostat_eta", 0, 1e6),
             ("seed", 0, (1 << 64) - 1), ("logprobs", 0, 1 << 31),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -104,6 +121,11 @@ class OptionValues(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
     logit_bias: Mapping[int, float] | None
     grammar: str
     json_schema: Mapping[str, Any] | str | None
@@ -133,11 +155,15 @@ class Sampler:
     Args:
         options: Options of sampling.
         grammar: Sets logits of tokens that are not allowed to -inf.
+
+    Attributes:
+        surprise_limit: Mirostat's limit of a token's information [bits].
     """
 
     def __init__(self, options: Options, grammar: LogitsProcessor | None = None) -> None:
         self._options = options
         self._grammar = grammar
+        self.surprise_limit = 2 * options.mirostat_tau
         self._random = np.random.Generator(np.random.PCG64(options.seed))
 
     def __call__(self, logits: Floats, tokens: Sequence[int]) -> int:
@@ -161,29 +187,59 @@ class Sampler:
                 logits[token] += bias
         if self._grammar is not None:
             logits = self._grammar(tokens, logits)
-        if penalises and s.repeat_last:
+        if penalises and s.repeat_last and not s.mirostat:
             recent, counts = np.unique(np.asarray(tokens[-s.repeat_last :], np.int64), return_counts=True)
             found = logits[recent]
             found = np.where(found > 0, found / s.repeat_penalty, found * s.repeat_penalty)
             logits[recent] = found - counts * s.frequency_penalty - s.presence_penalty
-        if s.temperature == 0 or s.top_k == 1:
+        if s.temperature == 0 or (s.top_k == 1 and not s.mirostat):
             return int(logits.argmax())
+        ids, odds = self._surprising(logits) if s.mirostat else self.candidates(logits)
+        sums = np.cumsum(odds)
+        drawn = min(int(np.searchsorted(sums, self._random.random() * sums[-1], "right")), ids.size - 1)
+        if s.mirostat:
+            surprise = -float(np.log2(odds[drawn] / sums[-1]))
+            self.surprise_limit -= s.mirostat_eta * (surprise - s.mirostat_tau)
+        return int(ids[drawn])
+
+    def candidates(self, logits: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return the tokens to choose from, best first, and their odds (numbers like their probabilities)."""
+        s = self._options
         ids, kept, total = self._candidates(logits)
         kept = kept - kept[0]
         odds = np.exp(kept.astype(np.float64))
         if s.typical_p < 1:
             typical = _typical(odds / odds.sum(), s.typical_p)
-            ids, kept, odds, total = ids[typical], kept[typical], odds[typical], 0.0
+            ids, kept, total = ids[typical], kept[typical] - kept[typical[0]], 0.0
+            odds = np.exp(kept.astype(np.float64))
         if s.top_p < 1:
             before = np.cumsum(odds) - odds
             n = max(1, int(np.count_nonzero(before < s.top_p * (total or odds.sum()))))
             ids, kept, odds = ids[:n], kept[:n], odds[:n]
         if s.min_p > 0:
             n = max(1, int(np.count_nonzero(odds >= s.min_p)))
-            ids, kept = ids[:n], kept[:n]
-        sums = np.cumsum(np.exp(kept.astype(np.float64) / s.temperature))
-        drawn = int(np.searchsorted(sums, self._random.random() * sums[-1], "right"))
-        return int(ids[min(drawn, ids.size - 1)])
+            ids, kept, odds = ids[:n], kept[:n], odds[:n]
+        if s.xtc_probability > 0 and self._random.random() <= s.xtc_probability and s.xtc_threshold <= 0.5:
+            first = max(int(np.count_nonzero(odds >= s.xtc_threshold * odds.sum())) - 1, 0)
+            ids, kept = ids[first:], kept[first:]
+        return ids, np.exp(kept.astype(np.float64) / s.temperature)
+
+    def _surprising(self, logits: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """As `candidates`, for Mirostat 1 or 2."""
+        ids, kept = _sorted(logits, logits[np.isfinite(logits)].min())
+        kept = (kept - kept[0]) / np.float32(self._options.temperature)
+        odds = np.exp(kept.astype(np.float64))
+        if self._options.mirostat == 2:
+            n = int(np.count_nonzero(-np.log2(odds / odds.sum()) <= self.surprise_limit))
+            return ids[: max(n, 1)], odds[: max(n, 1)]
+        m = np.arange(min(MIROSTAT_TOKENS, ids.size) - 1)
+        logs = np.log((m + 2) / (m + 1))
+        slope = float((logs * -np.diff(kept[: m.size + 1])).sum() / max((logs**2).sum(), 1e-30))
+        with np.errstate(all="ignore"):
+            scale = np.float64(slope - 1) / (1 - np.float64(logits.size) ** (1 - slope))
+            most = np.power(scale * 2.0**self.surprise_limit, 1 / np.float64(slope))
+        n = int(np.clip(np.nan_to_num(most, nan=1, posinf=ids.size), 1, ids.size))
+        return ids[:n], odds[:n]
 
     def _candidates(self, logits: Floats) -> tuple[npt.NDArray[np.int64], Floats, float]:
         """Return the tokens that top-p and min-p may keep, best first, their logits, and the sum of all odds.
