@@ -32,7 +32,12 @@ ModelArgument = Annotated[
 ]
 ModelFileOption = Annotated[
     Path | None,
-    typer.Option("--model", "-m", metavar="FILE", help="GGUF file; the same as the argument MODEL."),
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="FILE",
+        help="GGUF file, or a name as org/repo:Q4_K_M; as the argument MODEL.",
+    ),
 ]
 GpuLayersOption = Annotated[
     int | None,

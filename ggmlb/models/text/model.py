@@ -21,6 +21,7 @@ from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.models.devices import ModelOnDevices
 from ggmlb.models.gguf.summary import facts as gguf_facts
 from ggmlb.models.gguf.vocabulary import Vocabulary
+from ggmlb.models.hub import model_path
 from ggmlb.models.layers import held
 from ggmlb.models.summary import Summary
 from ggmlb.models.text.adapter import Adapter, AdapterFile, NewFactors
@@ -82,7 +83,8 @@ class TextModel(ModelOnDevices):
     Example: `TextModel("model.gguf", ["CUDA0", "CPU"])`
 
     Args:
-        path: The GGUF file; of a split model, the first part.
+        path: The GGUF file; of a split model, the first part. Or the name of a repository of Hugging Face
+            with a type, as `"org/repo:Q4_K_M"`; needs `huggingface_hub`.
         devices: Short for `placement=Placement(devices)`: names, as `["OpenCL0", "CPU"]`, highest priority
             first.
         placement: The devices, and which parts of the model go to each; by default as many layers as fit go
@@ -135,7 +137,7 @@ class TextModel(ModelOnDevices):
             requested = replace(requested, devices=devices)
         files = [Path(adapter) for adapter, _ in adapters]
         with ExitStack() as resources:
-            asked = open_planner(resources, path, requested, n_ctx, kv_type, n_ubatch, files)
+            asked = open_planner(resources, model_path(path), requested, n_ctx, kv_type, n_ubatch, files)
             self._planner = planner = with_strategy(resources, asked)
             self.file, self.config, self.n_ctx = planner.file, planner.config, planner.params.n_ctx
             self._backends = tuple(planner.backends.values())
