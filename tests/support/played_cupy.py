@@ -13,6 +13,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -29,12 +30,13 @@ from ggmlb.interface.data import Bytes
 from tests.support.host_driver import HostDriver
 from tests.support.host_libraries import HostCollective
 from tests.support.host_streams import HostError, Op
+from tests.support.played_libcuda import answer
 from tests.support.ptx import BACKWARD, Compiler
 from tests.support.ptx.program import Program, Span
 
 HOST = HostDriver(n_devices=int(os.environ.get("PLAYED_CARDS", "1")), capacity=8 << 30)
 
-NOT_READY, PEER_ALREADY_ENABLED, TOO_MANY_PEERS = 600, 704, 711
+NOT_READY, UPDATE_FAILED, PEER_ALREADY_ENABLED, TOO_MANY_PEERS = 600, 910, 704, 711
 ATTRIBUTES: dict[tuple[str, int], int] = {}
 """What was set of kernels, by their names."""
 
@@ -114,33 +116,17 @@ CALLS: dict[str, Callable[..., Any]] = {
     "freeHost": lambda ptr: _pinned.pop(ptr).fill(0xFF),
     "hostRegister": lambda ptr, size, flags: HOST.register(_raw(ptr, size)),
     "hostUnregister": lambda ptr: HOST.unregister(_raw(ptr, 1)),
-    "streamCreateWithFlags": lambda flags: {rt.streamNonBlocking: HOST.stream_new}[flags](),
-    "streamDestroy": HOST.stream_free,
     "streamSynchronize": HOST.stream_synchronize,
-    "streamQuery": lambda stream: 0 if HOST.stream_done(stream) else NOT_READY,
-    "streamWaitEvent": lambda stream, event, flags=0: HOST.stream_wait(stream, event),
-    "streamBeginCapture": lambda stream, mode=rt.streamCaptureModeRelaxed: HOST.capture_begin(stream),
-    "streamEndCapture": HOST.capture_end,
-    "eventCreateWithFlags": lambda flags: HOST.event_new(flags == rt.eventDefault),
-    "eventDestroy": HOST.event_free,
-    "eventRecord": HOST.event_record,
-    "eventQuery": lambda event: 0 if HOST.event_done(event) else NOT_READY,
-    "eventSynchronize": HOST.event_synchronize,
-    "eventElapsedTime": lambda start, end: HOST.event_elapsed(start, end) * 1e3,
     "memcpyAsync": lambda dst, src, size, kind, stream: _copy(dst, size, src, size, size, 1, kind, stream),
     "memcpy2DAsync": _copy,
     "memcpyPeerAsync": HOST.copy_peer,
     "memsetAsync": HOST.fill,
-    "graphInstantiate": HOST.exec_new,
-    "graphDestroy": HOST.graph_free,
-    "graphLaunch": HOST.exec_launch,
-    "graphExecDestroy": HOST.exec_free,
 }
 """What answers functions of CuPy's runtime."""
 
 NEEDS_NO_DEVICE = {
     "driverGetVersion", "runtimeGetVersion", "getDeviceCount", "getDevice", "setDevice",
-    "getDeviceProperties", "deviceCanAccessPeer", "launchKernel",
+    "getDeviceProperties", "deviceCanAccessPeer",
 }  # fmt: skip
 """What makes no context where none is current."""
 
@@ -204,6 +190,82 @@ def _launch(f: int, *rest: Any) -> None:
     HOST._check("launch")
     HOST._device()
     HOST.put(stream, Op(name, run))
+
+
+# -- libcuda ---------------------------------------------------------------------------------------
+
+
+def _write(kind: Any, address: int, value: Any) -> None:
+    kind.from_address(address).value = value
+
+
+def _made(name: str, make: Callable[..., int], *kinds: Any) -> None:
+    """Answer a function that writes the handle it makes where its first argument says."""
+    answer(name, lambda out, *args: _write(P, out, make(*args)), P, *kinds)
+
+
+@cache
+def _told(status: int) -> tuple[Any, Any]:
+    name, _, why = str(rt.CUDARuntimeError(status)).partition(": ")
+    return ctypes.create_string_buffer(name.encode()), ctypes.create_string_buffer(why.encode())
+
+
+def _error(part: int) -> Callable[[int, int], None]:
+    return lambda status, out: _write(P, out, ctypes.addressof(_told(status)[part]))
+
+
+def _retain(out: int, device: int) -> None:
+    """Make a device's context, whose handle is the device's number and 1."""
+    with HOST.on(device):
+        _write(P, out, device + 1)
+
+
+def _shared(out: int, attribute: int, f: int) -> None:
+    assert attribute == cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    _write(N, out, _programs[f - 1][1].shared_nbytes)
+
+
+def _resident(out: int, f: int, wg: int, shared: int) -> None:
+    _write(N, out, HOST.resident(wg, _programs[f - 1][1].shared_nbytes + shared))
+
+
+P, N, U, L = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+
+
+def _answer_all() -> None:
+    answer("cuInit", lambda flags: 0, U)
+    answer("cuGetErrorName", _error(0), N, P)
+    answer("cuGetErrorString", _error(1), N, P)
+    answer("cuDeviceGet", lambda out, device: _write(N, out, device), P, N)
+    answer("cuDevicePrimaryCtxRetain", _retain, P, N)
+    current = lambda: 0 if HOST.current_device is None else HOST.current_device + 1  # noqa: E731
+    _made("cuCtxGetCurrent", current)
+    answer("cuCtxSetCurrent", lambda context: HOST.set_current(context - 1 if context else None), P)
+    _made("cuStreamCreate", lambda flags: {rt.streamNonBlocking: HOST.stream_new}[flags](), U)
+    answer("cuStreamDestroy_v2", HOST.stream_free, P)
+    answer("cuStreamSynchronize", HOST.stream_synchronize, P)
+    answer("cuStreamQuery", lambda stream: 0 if HOST.stream_done(stream) else NOT_READY, P)
+    answer("cuStreamWaitEvent", lambda stream, event, flags: HOST.stream_wait(stream, event), P, P, U)
+    _made("cuEventCreate", lambda flags: HOST.event_new(flags == rt.eventDefault), U)
+    answer("cuEventDestroy_v2", HOST.event_free, P)
+    answer("cuEventRecord", HOST.event_record, P, P)
+    answer("cuEventQuery", lambda event: 0 if HOST.event_done(event) else NOT_READY, P)
+    answer("cuEventSynchronize", HOST.event_synchronize, P)
+    elapsed = lambda out, a, b: _write(ctypes.c_float, out, HOST.event_elapsed(a, b) * 1e3)  # noqa: E731
+    answer("cuEventElapsedTime", elapsed, P, P, P)
+    answer("cuStreamBeginCapture_v2", lambda stream, mode: {2: HOST.capture_begin}[mode](stream), P, N)
+    answer("cuStreamEndCapture", lambda stream, out: _write(P, out, HOST.capture_end(stream)), P, P)
+    answer("cuGraphDestroy", HOST.graph_free, P)
+    _made("cuGraphInstantiateWithFlags", lambda graph, flags: HOST.exec_new(graph), P, L)
+    update = lambda old, graph, out: 0 if HOST.exec_update(old, graph) else UPDATE_FAILED  # noqa: E731
+    answer("cuGraphExecUpdate_v2", update, P, P, P)
+    answer("cuGraphLaunch", HOST.exec_launch, P, P)
+    answer("cuGraphExecDestroy", HOST.exec_free, P)
+    answer("cuLaunchKernel", _launch, P, U, U, U, U, U, U, U, P, P, P)
+    answer("cuFuncGetAttribute", _shared, P, N, P)
+    setting = lambda f, attribute, value: ATTRIBUTES.update({(_programs[f - 1][0], attribute): value})  # noqa: E731
+    answer("cuFuncSetAttribute", setting, P, N, N)
+    answer("cuOccupancyMaxActiveBlocksPerMultiprocessor", _resident, P, P, N, L)
 
 
 # -- streams and memory ----------------------------------------------------------------------------
@@ -291,55 +353,21 @@ NCCL = _Nccl("cupy.cuda.nccl")
 _load = ctypes.CDLL
 
 
-def _device(handle: Any, device: int) -> int:
-    handle._obj.value = device
-    return 0
-
-
-def _retain(context: Any, device: Any) -> int:
-    """Make a device's context, whose handle is the device's number and 1."""
-    if device.value in HOST.exclusive:
-        return 46
-    with HOST.on(device.value):
-        context._obj.value = device.value + 1
-    return 0
-
-
 def _library(name: Any, *args: Any, **options: Any) -> Any:
     """Load a library, but for those of CUDA that the backend loads itself."""
     is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith("ggmlb.")
     file = Path(name).name if is_ours and isinstance(name, str) else ""
-    if file.startswith("libcuda.so"):
-        if "libcuda" in HOST.fail:
-            raise OSError(f"{file}: cannot open shared object file")
-        return SimpleNamespace(
-            cuGraphExecUpdate_v2=lambda old, graph, _: 0 if HOST.exec_update(old.value, graph.value) else 910,
-            cuInit=lambda flags: 0,
-            cuDeviceGet=_device,
-            cuDevicePrimaryCtxRetain=_retain,
-        )
+    if file.startswith("libcuda.so") and "libcuda" in HOST.fail:
+        raise OSError(f"{file}: cannot open shared object file")
     return HOST.blas() if file.startswith("libcublas.so") else _load(name, *args, **options)
 
 
 def install() -> None:
     """Put all of it in CuPy's places, which must be there."""
+    _answer_all()
     pool = SimpleNamespace(free_all_blocks=HOST.trim)
     places: dict[Any, dict[str, Any]] = {
         rt: {name: _answered(name, function) for name, function in CALLS.items()},
-        cu: {
-            "launchKernel": _answered("launchKernel", _launch),
-            "funcGetAttribute": lambda attribute, f: (
-                {cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES: _programs[f - 1][1].shared_nbytes}[attribute]
-            ),
-            "funcSetAttribute": lambda f, attribute, value: ATTRIBUTES.update(
-                {(_programs[f - 1][0], attribute): value}
-            ),
-            "occupancyMaxActiveBlocksPerMultiprocessor": lambda func, blockSize, dynamicSMemSize: (
-                HOST.resident(blockSize, _programs[func - 1][1].shared_nbytes + dynamicSMemSize)
-            ),
-            "ctxGetCurrent": lambda: 0 if HOST.current_device is None else HOST.current_device + 1,
-            "ctxSetCurrent": lambda ctx: HOST.set_current(ctx - 1 if ctx else None),
-        },
         ctypes: {"CDLL": _library},
         cupy.cuda: {
             "is_available": lambda: True, "Device": lambda device=0: HOST.on(device), "alloc": Memory,

@@ -214,6 +214,30 @@ def test_as_many_groups_are_launched_as_the_driver_says_run_at_once() -> None:
     assert told == "[8]\n"
 
 
+def test_graphs_and_a_lost_card_at_the_c_interface() -> None:
+    """Capture, instantiation, replay and what a wait for a lost card tells, through libcuda's symbols."""
+    told = on_two_cards(
+        CARDS + "ctx = Context()\n"
+        "x = ctx.new_tensor(DType.F32, (64,))\n"
+        "y = ctx.scale(ctx.relu(x), 2.0)\n"
+        "alloc_ctx_tensors(ctx, streams[0])\n"
+        "graph = Graph().build_forward_expand(y)\n"
+        "for i in range(5):\n"
+        "    x.set_array(np.full(64, i))\n"
+        "    streams[0].graph_compute(graph)\n"
+        "    assert (y.to_numpy() == 2 * i).all()\n"
+        "print(HOST.counts['replay'] > 0)\n"
+        "HOST.fail.add('synchronize')\n"
+        "try:\n"
+        "    streams[0].graph_compute(graph)\n"
+        "except BackendError as error:\n"
+        "    print(error)\n"
+        "HOST.fail.clear()\n"
+    ).splitlines()
+    assert told[0] == "True"
+    assert "cudaErrorIllegalAddress" in told[1]
+
+
 def test_a_missing_library_of_the_driver_is_told_as_our_error() -> None:
     told = on_two_cards(
         "HOST.fail.add('libcuda')\n"

@@ -1,4 +1,7 @@
-"""CupyDriver: the driver interface over CuPy's bindings of CUDA's runtime, driver and compiler."""
+"""CupyDriver: the driver interface over CuPy, and over libcuda for streams, events and graphs.
+
+libcuda is called by ctypes: 0.2 us a call, as by NVIDIA's `cuda.bindings`, which would be a dependency.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -39,9 +42,18 @@ MUCH_SHARED = 16 << 10
 Other kernels leave more of it to the L1 cache."""
 
 REGISTER_PORTABLE, REGISTER_READ_ONLY = 1, 8
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+TIMED, NOT_TIMED = 0, 2  # CU_EVENT_DEFAULT, CU_EVENT_DISABLE_TIMING
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+HANDLE, NUMBER = ctypes.c_void_p, ctypes.c_uint
 
 OLDEST = 75
 """Oldest compute capability, times ten, that CUDA 13 compiles for."""
+
+
+def _bound(name: str, *kinds: Any) -> cached_property[Any]:
+    """Return a method that is a function of libcuda itself, loaded when it is first called."""
+    return cached_property(lambda _: libcuda(name, *kinds))
 
 
 class CupyDriver:
@@ -52,21 +64,19 @@ class CupyDriver:
     device_count = staticmethod(rt.getDeviceCount)
     malloc = staticmethod(rt.malloc)  # cudaMalloc: one allocation for each buffer needs no pool
     free = staticmethod(rt.free)
-    stream_free = staticmethod(rt.streamDestroy)
-    stream_synchronize = staticmethod(rt.streamSynchronize)  # without the GIL
-    stream_wait = staticmethod(rt.streamWaitEvent)
-    event_free = staticmethod(rt.eventDestroy)
-    event_record = staticmethod(rt.eventRecord)
-    event_synchronize = staticmethod(rt.eventSynchronize)
     copy = staticmethod(rt.memcpyAsync)
     copy_2d = staticmethod(rt.memcpy2DAsync)
     copy_peer = staticmethod(rt.memcpyPeerAsync)  # through the host if needed
     fill = staticmethod(rt.memsetAsync)
-    capture_end = staticmethod(rt.streamEndCapture)
-    graph_free = staticmethod(rt.graphDestroy)
-    exec_new = staticmethod(rt.graphInstantiate)
-    exec_launch = staticmethod(rt.graphLaunch)
-    exec_free = staticmethod(rt.graphExecDestroy)
+
+    stream_free = _bound("cuStreamDestroy_v2", HANDLE)
+    stream_synchronize = _bound("cuStreamSynchronize", HANDLE)  # without the GIL
+    event_free = _bound("cuEventDestroy_v2", HANDLE)
+    event_record = _bound("cuEventRecord", HANDLE, HANDLE)
+    event_synchronize = _bound("cuEventSynchronize", HANDLE)
+    graph_free = _bound("cuGraphDestroy", HANDLE)
+    exec_launch = _bound("cuGraphLaunch", HANDLE, HANDLE)
+    exec_free = _bound("cuGraphExecDestroy", HANDLE)
 
     def __init__(self) -> None:
         self._functions: dict[Hashable, Any] = {}
@@ -91,14 +101,10 @@ class CupyDriver:
         return _On(self._contexts.get(device) or self._retain(device))
 
     def _retain(self, device: int) -> int:
-        cuda, handle, context = libcuda(), ctypes.c_int(), ctypes.c_void_p()
-        for status in (
-            cuda.cuInit(0),
-            cuda.cuDeviceGet(ctypes.byref(handle), device),
-            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle),
-        ):
-            if status:
-                raise rt.CUDARuntimeError(status)  # the numbers are equal
+        handle, context = ctypes.c_int(), ctypes.c_void_p()
+        libcuda("cuInit", NUMBER)(0)
+        libcuda("cuDeviceGet", HANDLE, ctypes.c_int)(ctypes.byref(handle), device)
+        libcuda("cuDevicePrimaryCtxRetain", HANDLE, ctypes.c_int)(ctypes.byref(context), handle)
         self._contexts[device] = context.value or 0
         return self._contexts[device]
 
@@ -160,20 +166,25 @@ class CupyDriver:
             rt.hostUnregister(address_of(array))
 
     def stream_new(self) -> int:
-        return int(rt.streamCreateWithFlags(rt.streamNonBlocking))
+        return _made("cuStreamCreate", (NUMBER, NON_BLOCKING))
 
     def stream_done(self, stream: int) -> bool:
-        return _is_ready(rt.streamQuery(stream))
+        return _is_ready("cuStreamQuery", stream)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        libcuda("cuStreamWaitEvent", HANDLE, HANDLE, NUMBER)(stream, event, 0)
 
     def event_new(self, timed: bool = False) -> int:
         """Return a new event; events that are not `timed` are faster."""
-        return int(rt.eventCreateWithFlags(rt.eventDefault if timed else rt.eventDisableTiming))
+        return _made("cuEventCreate", (NUMBER, TIMED if timed else NOT_TIMED))
 
     def event_done(self, event: int) -> bool:
-        return _is_ready(rt.eventQuery(event))
+        return _is_ready("cuEventQuery", event)
 
     def event_elapsed(self, start: int, end: int) -> float:
-        return float(rt.eventElapsedTime(start, end)) * 1e-3
+        ms = ctypes.c_float()
+        libcuda("cuEventElapsedTime", HANDLE, HANDLE, HANDLE)(ctypes.byref(ms), start, end)
+        return ms.value * 1e-3
 
     def enable_peer(self, device: int, peer: int) -> bool:
         if not rt.deviceCanAccessPeer(device, peer):
@@ -269,35 +280,61 @@ class CupyDriver:
 
     def capture_begin(self, stream: int) -> None:
         """Capture later calls on the stream into a graph, in relaxed mode: other threads may allocate."""
-        rt.streamBeginCapture(stream, rt.streamCaptureModeRelaxed)
+        libcuda("cuStreamBeginCapture_v2", HANDLE, NUMBER)(stream, RELAXED)
+
+    def capture_end(self, stream: int) -> int:
+        graph = HANDLE()
+        libcuda("cuStreamEndCapture", HANDLE, HANDLE)(stream, ctypes.byref(graph))
+        return graph.value or 0
+
+    def exec_new(self, graph: int) -> int:
+        return _made("cuGraphInstantiateWithFlags", (HANDLE, graph), (ctypes.c_uint64, 0))
 
     def exec_update(self, executable: int, graph: int) -> bool:
-        """Update an executable graph by cuGraphExecUpdate, called by ctypes; return whether it worked."""
+        """Update an executable graph; return whether it worked."""
         outcome = (ctypes.c_uint64 * 3)()  # CUgraphExecUpdateResultInfo: a result and two nodes
-        status = libcuda().cuGraphExecUpdate_v2(
-            ctypes.c_void_p(executable), ctypes.c_void_p(graph), ctypes.byref(outcome)
-        )
-        return bool(status == 0)
+        update = libcuda("cuGraphExecUpdate_v2", HANDLE, HANDLE, HANDLE, check=False)
+        return bool(update(executable, graph, ctypes.byref(outcome)) == 0)
 
 
 @cache
-def libcuda() -> Any:
-    """Load NVIDIA's driver, for functions that CuPy does not bind.
+def libcuda(name: str, *kinds: Any, check: bool = True) -> Any:
+    """Return a function of NVIDIA's driver that raises the runtime's errors: their numbers are equal.
+
+    Args:
+        name: The exported symbol.
+        kinds: The types of its arguments.
+        check: Whether it raises; it returns its status if not.
 
     Raises:
-        CUDARuntimeError: It is missing: cudaErrorInsufficientDriver, as from the runtime.
+        CUDARuntimeError: The driver is missing: cudaErrorInsufficientDriver, as from the runtime.
     """
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        found = ctypes.CDLL("libcuda.so.1")[name]
     except OSError as error:
         raise rt.CUDARuntimeError(INSUFFICIENT_DRIVER) from error
+    found.argtypes, found.restype = kinds, _checked if check else ctypes.c_int
+    return found
 
 
-def _is_ready(status: int) -> bool:
-    """Return whether a query's status is success; raise errors of earlier work, which CuPy does not."""
-    if status not in (0, NOT_READY):
+def _checked(status: int) -> None:
+    if status:
         raise rt.CUDARuntimeError(status)
-    return status == 0
+
+
+def _made(name: str, *args: tuple[Any, int]) -> int:
+    """Return the handle that a function makes of arguments, given with their types."""
+    handle = HANDLE()
+    libcuda(name, HANDLE, *(kind for kind, _ in args))(ctypes.byref(handle), *(value for _, value in args))
+    return handle.value or 0
+
+
+def _is_ready(query: str, handle: int) -> bool:
+    """Return whether a query's status is success; raise errors of earlier work."""
+    status = libcuda(query, HANDLE, check=False)(handle)
+    if status != NOT_READY:
+        _checked(status)
+    return bool(status == 0)
 
 
 def _key(launch: Launch, device: int) -> Hashable:
