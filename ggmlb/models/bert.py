@@ -216,7 +216,7 @@ class BertLayout(NamedTuple):
         config: BertConfig,
         file: TensorFile | GgufFile,
         names: Mapping[str, Sequence[str]],
-        has_all: bool = True,
+        may_lack: Callable[[str], bool] = lambda _: False,
     ) -> BertLayout:
         """Find the weights in a file.
 
@@ -224,8 +224,8 @@ class BertLayout(NamedTuple):
             config: The model's sizes.
             file: The file.
             names: For each weight of the graph one or more tensors, without `.weight` and `.bias`; `{}` is
-                the layer. Several are stacked along rows.
-            has_all: Whether all are there; otherwise biases, and what is not a product, may be missing.
+                the layer. Several are stacked along rows. Biases may have entries of their own.
+            may_lack: Whether a tensor may be missing, by its name in the file.
 
         Raises:
             ModelError: The file lacks one, or has it in another shape.
@@ -234,9 +234,9 @@ class BertLayout(NamedTuple):
         n_up = n_ff * (1 + (config.activation in GATED))
 
         def find(name: str, shape: tuple[int, ...], kind: str, layer: int = 0) -> dict[str, Source]:
-            parts = [f"{at.format(layer)}.{kind}" for at in names.get(name, ())]
-            is_needed = has_all or (name in _PRODUCTS and kind == "weight")
-            if not parts or (not is_needed and parts[0] not in file):
+            of = names.get(f"{name}.{kind}", names.get(name, ()))
+            parts = [f"{at.format(layer)}.{kind}" for at in of]
+            if not parts or (parts[0] not in file and may_lack(parts[0])):
                 return {}
             each = (shape[0] // len(parts), *shape[1:])
             for part in parts:

@@ -84,7 +84,13 @@ ENCODERS: Final = {
     ),
     "nomic-bert": _Variant(
         _of_nomic,
-        {**_SUMS, "types": ["token_types"], "ff_up": ["blk.{}.ffn_gate", "blk.{}.ffn_up"]},
+        {
+            **_SUMS,
+            "types": ["token_types"],
+            "ff_up": ["blk.{}.ffn_gate", "blk.{}.ffn_up"],
+            "ff_up.bias": [],  # llama.cpp reads them, and does not add them
+            "ff_down.bias": [],
+        },
     ),
 }
 """The architectures of encoders."""
@@ -144,7 +150,12 @@ def read_encoder(file: GgufFile) -> tuple[BertConfig, BertLayout]:
         **variant.read(keys),
     )
     keys.check_unread({"expert_count": (0,), "expert_used_count": (0,), "moe_every_n_layers": (0,)})
-    layout = BertLayout.read(config, file, _names(file, variant), has_all=False)
+
+    def may_lack(tensor: str) -> bool:
+        is_bias = tensor.endswith(".bias") and (is_modern or "norm" not in tensor)
+        return is_bias or tensor in ("token_types.weight", "blk.0.attn_norm.weight")
+
+    layout = BertLayout.read(config, file, _names(file, variant), may_lack)
     return config, _checked(layout, file, bool(config.n_score))
 
 
@@ -155,7 +166,7 @@ def _names(file: GgufFile, variant: _Variant) -> dict[str, list[str]]:
         "attn_out": ["blk.{}.attn_output"],
         "ff_up": ["blk.{}.ffn_up"],
         "ff_down": ["blk.{}.ffn_down"],
-        **{name: [tensor] for name, tensor in HEAD.items() if f"{tensor}.weight" in file},
+        **{k: [tensor] for k, tensor in HEAD.items() if k == "score" or f"{tensor}.weight" in file},
         **variant.names,
     }
     parts = [f"blk.{{}}.attn_{name[0]}" for name in SEPARATE]

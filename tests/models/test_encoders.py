@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ggmlb import open_gguf
 from ggmlb.core.errors import ArgumentError, ModelError
 from ggmlb.models import BertEmbedder, TextModel
 
@@ -112,11 +113,33 @@ def test_types_of_the_second_text_count(tmp_path: Path) -> None:
         ({"expert_count": 4}, "expert_count.*it is 4"),
         ({"fused": True, "block_count": 2}, "does not use the tensor 'blk.2"),
         ({"classifier.activation": "sine"}, "'sine' is not known"),
+        ({"pooling_type": 4, "without": ("cls.output.weight",)}, "has no tensor 'cls.output.weight'"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
     path = encoders.write_encoder(tmp_path / "m.gguf", "bert", **changed)
     with pytest.raises(ModelError, match=says):
+        BertEmbedder(path, devices=["CPU"])
+
+
+@pytest.mark.parametrize("arch", encoders.VARIANTS)
+def test_a_file_without_one_of_its_tensors_is_refused(tmp_path: Path, arch: str) -> None:
+    """But for biases of products and segment types, which some models have not."""
+    whole = open_gguf(encoders.write_encoder(tmp_path / "m.gguf", arch))
+    may_lack = {name for name in whole if name.endswith(".bias") and "norm" not in name}
+    for name in whole.keys() - may_lack - {"token_types.weight"}:
+        path = encoders.write_encoder(tmp_path / "w.gguf", arch, without=(name,))
+        with pytest.raises(ModelError, match=name.replace("qkv.weight", "q")):
+            BertEmbedder(path, devices=["CPU"])
+    some = tuple(may_lack | {"token_types.weight"})
+    path = encoders.write_encoder(tmp_path / "b.gguf", arch, without=some)
+    assert np.isfinite(embeddings(path)).all()
+
+
+@pytest.mark.parametrize("name", ["blk.0.ffn_down.bias", "blk.1.ffn_up.bias", "blk.1.ffn_gate.bias"])
+def test_biases_that_llama_cpp_leaves_out_are_refused(tmp_path: Path, name: str) -> None:
+    path = encoders.write_encoder(tmp_path / "m.gguf", "nomic-bert", biases=(name,))
+    with pytest.raises(ModelError, match=f"does not use the tensor {name!r}"):
         BertEmbedder(path, devices=["CPU"])
 
 

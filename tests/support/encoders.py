@@ -47,6 +47,7 @@ def write_encoder(
     values: str = "",
     fused: bool = False,
     without: tuple[str, ...] = (),
+    biases: tuple[str, ...] = (),
     **changed: Any,
 ) -> Path:
     """Write a small random encoder; return its path.
@@ -57,7 +58,8 @@ def write_encoder(
         dtype: Type of matrices.
         values: Type of the matrices of values; by default that of the others.
         fused: Whether queries, keys and values are one tensor (always those of modern-bert).
-        without: Metadata keys that are left out.
+        without: Metadata keys and tensors that are left out.
+        biases: Further biases, of `E` elements.
         changed: Metadata keys, with `_` for `.` after the first word, as `pooling_type=4`.
     """
     rng = np.random.default_rng(0)
@@ -67,6 +69,8 @@ def write_encoder(
     def add(name: str, data: Any, kept: str = "f32") -> None:
         kind, array = DType.parse(kept), np.asarray(data, np.float32)
         blocks = array if kept == "f32" else quantize(array, kind).reshape(*array.shape[:-1], -1)
+        if name in without:
+            return
         raw = None if kept == "f32" else gguf.GGMLQuantizationType(int(kind))
         writer.add_tensor(name, blocks, raw_dtype=raw)
 
@@ -114,6 +118,8 @@ def write_encoder(
             "attn_output_norm", "layer_output_norm",
         ):  # fmt: skip
             norm(at + name)
+    for name in biases:
+        add(name, np.zeros(E))
     if is_modern:
         norm("output_norm")
     if own["pooling_type"] == RERANKER["pooling_type"]:
