@@ -249,7 +249,7 @@ TRUSTING = {
         ("BertConfig", "Comparison", "Differences", "Epoch", "Generation", "Perplexity"), "a record"
     ),
     **dict.fromkeys(("LogitLens", "Progress"), "a record"),
-    **dict.fromkeys(("Adapter", "BertGraph", "Session"), "a model makes them"),
+    **dict.fromkeys(("Adapter", "BertGraph", "Job", "JobQueue", "Session"), "a model makes them"),
     "Tensor": "a context makes tensors, thousands of them; its methods check",
     "Caps": "a record",
     "DeviceProps": "a record",
