@@ -56,7 +56,7 @@ def closure(requirements: list[str], found: dict[str, Distribution]) -> Iterator
             yield from closure(list(map(str, wanted)), found)
 
 
-@pytest.mark.parametrize("extra", ["", "models", *BACKENDS])
+@pytest.mark.parametrize("extra", ["", "models", "onnx", *BACKENDS])
 def test_an_extra_alone_lists_devices_without_warnings(extra: str, tmp_path: Path) -> None:
     base: dict[str, Distribution] = {}
     found: dict[str, Distribution] = {}
@@ -75,6 +75,6 @@ def test_an_extra_alone_lists_devices_without_warnings(extra: str, tmp_path: Pat
     assert "CPU" in backends
     assert not [reason for _, reason, kind in unavailable if kind == "broken"]
     told = {name.casefold(): reason for name, reason, _ in unavailable}
-    assert extra in (*told, "", "models", "cuda") or BACKENDS[extra] in backends
+    assert extra in (*told, "", "models", "onnx", "cuda") or BACKENDS[extra] in backends
     for other in {*BACKENDS} - {extra}:
         assert re.search(rf"ggmlb\[{other}\]|the extra '{other}'", told[other]), other

@@ -1,0 +1,310 @@
+"""OnnxFile: an ONNX file, read and checked before a graph is built from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
+
+from ggmlb.core.errors import Error, MissingModelError, ModelError, UnsupportedOpError
+from ggmlb.models.mapped_file import MappedFile
+
+Array = npt.NDArray[Any]
+
+DTYPES: dict[int, np.dtype[Any]] = {
+    TensorProto.FLOAT: np.dtype(np.float32),
+    TensorProto.FLOAT16: np.dtype(np.float16),
+    TensorProto.DOUBLE: np.dtype(np.float64),
+    TensorProto.INT8: np.dtype(np.int8),
+    TensorProto.INT16: np.dtype(np.int16),
+    TensorProto.INT32: np.dtype(np.int32),
+    TensorProto.INT64: np.dtype(np.int64),
+    TensorProto.UINT8: np.dtype(np.uint8),
+    TensorProto.UINT16: np.dtype(np.uint16),
+    TensorProto.UINT32: np.dtype(np.uint32),
+    TensorProto.UINT64: np.dtype(np.uint64),
+    TensorProto.BOOL: np.dtype(np.bool_),
+}
+"""NumPy's types of ONNX's; constants may have all of them."""
+
+MAX_NODES = 1_000_000
+"""Limit of nodes in a file, subgraphs included."""
+
+MAX_DEPTH = 16
+"""Limit of nested subgraphs."""
+
+
+def not_supported(op: str, reason: str) -> UnsupportedOpError:
+    """Return (not raise) the error of an op that is not supported, in this form or at all."""
+    return UnsupportedOpError(f"ONNX op {op} is not supported here: {reason}", reasons={op: reason}, op=op)
+
+
+class Input(NamedTuple):
+    """A declared input.
+
+    Attributes:
+        dtype: NumPy's type.
+        shape: Extents; `None` where the file fixes none. `None` as a whole: any rank.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int | None, ...] | None
+
+
+class OnnxNode:
+    """A node: its op, the names of its operands and results, and its attributes as Python values.
+
+    Attributes:
+        op: ONNX op; with its domain if that is not ONNX's own.
+        label: The op and the node's name, for messages.
+        version: Version of ONNX's operator set.
+    """
+
+    def __init__(self, op: str, inputs: Iterable[str], outputs: Iterable[str], **attrs: Any) -> None:
+        self.op, self.inputs, self.outputs = op, list(inputs), list(outputs)
+        self.attrs = attrs
+        self.label = op
+        self.version = 0
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute, or its default."""
+        return self.attrs.get(name, default)
+
+
+class Body(NamedTuple):
+    """A graph or subgraph.
+
+    Attributes:
+        constants: Values of initializers by name.
+        nodes: Nodes in an order in which operands come first.
+        inputs: Names of formal inputs.
+        outputs: Names of results.
+    """
+
+    constants: dict[str, Array]
+    nodes: list[OnnxNode]
+    inputs: list[str]
+    outputs: list[str]
+
+
+class OnnxFile:
+    """An ONNX file: its graph, with constants as arrays, in the file's own memory where possible.
+
+    Attributes:
+        path: The file; a model that was given as a message has `<model>`.
+        inputs: Declared inputs without initializers, by name.
+        body: The main graph.
+        opset: Version of ONNX's operator set.
+        n_nodes: Nodes, those of subgraphs included.
+
+    Args:
+        model: A path, or a parsed model.
+
+    Raises:
+        ModelError: The file is missing or not an ONNX model, or breaks the format's rules.
+        UnsupportedOpError: It has types of data that are not supported.
+    """
+
+    def __init__(self, model: str | Path | onnx.ModelProto) -> None:
+        self._mapped: dict[Path, MappedFile] = {}
+        self.n_nodes = 0
+        if isinstance(model, onnx.ModelProto):
+            self.path, self._folder, proto = Path("<model>"), None, model
+        else:
+            self.path = Path(model)
+            self._folder = self.path.resolve().parent
+            proto = self._parsed()
+        try:
+            self._read(proto)
+        except Error:
+            raise
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            raise self._bad(f"is not valid: {error}") from error
+
+    def _bad(self, why: str) -> ModelError:
+        return ModelError(f"{self.path} {why}; copy, download or export it again")
+
+    def _parsed(self) -> onnx.ModelProto:
+        if not self.path.is_file():
+            raise MissingModelError(f"there is no file {self.path}; give the path of an ONNX model")
+        try:
+            return onnx.load_model_from_string(self.path.read_bytes())
+        except Exception as error:  # DecodeError of protobuf, whose module is not ours to name
+            raise self._bad(f"is not an ONNX file: {error}") from None
+
+    def _read(self, proto: onnx.ModelProto) -> None:
+        versions = {entry.domain: entry.version for entry in proto.opset_import}
+        self.opset = int(versions.get("", versions.get("ai.onnx", 0)))
+        if not proto.HasField("graph") or not proto.graph.output:
+            raise self._bad("has no graph with an output")
+        if not self.opset and versions:
+            raise not_supported("model", f"it has operator sets of {', '.join(versions)}, and not ONNX's own")
+        if not 1 <= self.opset <= onnx.defs.onnx_opset_version():
+            raise self._bad(
+                f"has operator set {self.opset}; 1 to {onnx.defs.onnx_opset_version()} can be read"
+            )
+        self.body = self.read_body(proto.graph, frozenset(), 0)
+        self.inputs = {
+            entry.name: self._input(entry)
+            for entry in proto.graph.input
+            if entry.name not in self.body.constants
+        }
+        self.output_types = {entry.name: entry.type for entry in proto.graph.output}
+
+    def _input(self, entry: onnx.ValueInfoProto) -> Input:
+        if not entry.type.HasField("tensor_type"):
+            kind = entry.type.WhichOneof("value") or "no type"
+            raise not_supported("input", f"{entry.name!r} is a {kind}, not a tensor")
+        told = entry.type.tensor_type
+        if told.elem_type not in DTYPES:
+            raise not_supported("input", f"{entry.name!r} has ONNX's type {told.elem_type}")
+        shape = None
+        if told.HasField("shape"):
+            extents = [d.dim_value if d.HasField("dim_value") else -1 for d in told.shape.dim]
+            shape = tuple(None if n < 0 else n for n in extents)
+        return Input(DTYPES[told.elem_type], shape)
+
+    # -- graphs --------------------------------------------------------------------------------
+
+    def read_body(self, graph: onnx.GraphProto, outer: frozenset[str], depth: int) -> Body:
+        """Read a graph whose nodes may also use the names `outer`."""
+        if depth > MAX_DEPTH:
+            raise self._bad(f"has subgraphs nested deeper than {MAX_DEPTH}")
+        if graph.sparse_initializer:
+            raise not_supported("sparse_initializer", "weights must be dense")
+        constants: dict[str, Array] = {}
+        for tensor in graph.initializer:
+            if tensor.name in constants:
+                raise self._bad(f"has two initializers named {tensor.name!r}")
+            constants[tensor.name] = self.array(tensor)
+        inputs = [entry.name for entry in graph.input]
+        if len(set(inputs)) < len(inputs):
+            raise self._bad("has two inputs of one name")
+        known = outer | constants.keys() | frozenset(inputs)
+        nodes = self.read_nodes(graph.node, known, depth)
+        known |= {name for node in nodes for name in node.outputs}
+        outputs = [entry.name for entry in graph.output]
+        for name in outputs:
+            if name not in known:
+                raise self._bad(f"has the output {name!r}, which no node computes")
+        return Body(constants, nodes, inputs, outputs)
+
+    def read_nodes(
+        self, protos: Sequence[onnx.NodeProto], known: frozenset[str], depth: int
+    ) -> list[OnnxNode]:
+        """Read nodes in an order in which operands come first; check that all operands exist."""
+        self.n_nodes += len(protos)
+        if self.n_nodes > MAX_NODES:
+            raise self._bad(f"has more than {MAX_NODES} nodes")
+        made: dict[str, int] = {}
+        for i, proto in enumerate(protos):
+            for name in filter(None, proto.output):
+                if name in made or (name in known and depth == 0):
+                    raise self._bad(f"computes {name!r} twice")
+                made[name] = i
+        for proto in protos:
+            for name in filter(None, proto.input):
+                if name not in known and name not in made:
+                    raise self._bad(f"has a node {_label(proto)} whose input {name!r} does not exist")
+        everything = known | made.keys()
+        ready: set[str] = set(known)
+        order: list[OnnxNode] = []
+        waiting = list(protos)
+        while waiting:
+            later = []
+            for proto in waiting:
+                if all(not name or name in ready or name not in made for name in proto.input):
+                    order.append(self.node(proto, everything, depth))
+                    ready.update(proto.output)
+                else:
+                    later.append(proto)
+            if len(later) == len(waiting):
+                raise self._bad(f"has a cycle through the node {_label(later[0])}")
+            waiting = later
+        return order
+
+    def node(self, proto: onnx.NodeProto, known: frozenset[str], depth: int = 0) -> OnnxNode:
+        """Read one node."""
+        names = [proto.op_type, proto.domain, *proto.input, *proto.output, *(a.name for a in proto.attribute)]
+        if not all(isinstance(name, str) for name in names):  # protobuf gives bytes for invalid UTF-8
+            raise self._bad("has a node with a name that is not UTF-8")
+        op = proto.op_type if proto.domain in ("", "ai.onnx") else f"{proto.domain}.{proto.op_type}"
+        attrs = {a.name: self._attribute(a, known, depth) for a in proto.attribute}
+        node = OnnxNode(op, proto.input, proto.output)
+        node.attrs, node.label, node.version = attrs, _label(proto), self.opset
+        return node
+
+    def _attribute(self, proto: AttributeProto, known: frozenset[str], depth: int) -> Any:
+        if proto.type == AttributeProto.TENSOR:
+            return self.array(proto.t)
+        if proto.type == AttributeProto.GRAPH:
+            return self.read_body(proto.g, known, depth + 1)
+        value = helper.get_attribute_value(proto)
+        if isinstance(value, bytes):
+            return value.decode("utf-8", "replace")
+        if proto.type == AttributeProto.STRINGS:
+            return [each.decode("utf-8", "replace") for each in value]
+        return list(value) if proto.type in (AttributeProto.INTS, AttributeProto.FLOATS) else value
+
+    # -- constants -----------------------------------------------------------------------------
+
+    def array(self, tensor: TensorProto) -> Array:
+        """Return a constant as an array: a view of the message or of the mapped file, where it is raw."""
+        name = tensor.name or "a constant"
+        dtype = DTYPES.get(tensor.data_type)
+        if dtype is None:
+            raise not_supported("constant", f"{name!r} has ONNX's type {tensor.data_type}")
+        shape = tuple(tensor.dims)
+        if min(shape, default=0) < 0:
+            raise self._bad(f"has {name!r} with a negative extent, {list(shape)}")
+        n = math.prod(shape)
+        if tensor.data_location == TensorProto.EXTERNAL:
+            data: Any = self._external(tensor, n * dtype.itemsize)
+        elif tensor.HasField("raw_data"):
+            data = tensor.raw_data
+        else:
+            items = getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))
+            if len(items) != n:
+                raise self._bad(f"has {name!r} of {list(shape)} with {len(items)} values, not {n}")
+            return np.asarray(numpy_helper.to_array(tensor), dtype)
+        if len(data) != n * dtype.itemsize:
+            raise self._bad(f"has {name!r} of {list(shape)} with {len(data)} bytes, not {n * dtype.itemsize}")
+        return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape)
+
+    def _external(self, tensor: TensorProto, nbytes: int) -> Array:
+        told = {entry.key: entry.value for entry in tensor.external_data}
+        location, offset = told.get("location", ""), int(told.get("offset", "0"))
+        if self._folder is None:
+            raise self._bad(f"keeps {tensor.name!r} in the file {location!r}; give the model's path")
+        path = (self._folder / location).resolve()
+        if not location or self._folder not in path.parents:
+            raise self._bad(f"keeps {tensor.name!r} in {location!r}, outside the model's folder")
+        file = self._mapped.get(path)
+        if file is None:
+            file = self._mapped[path] = MappedFile(path)
+        length = int(told.get("length", nbytes))
+        if offset < 0 or length < 0 or offset + length > file.data.size:
+            raise self._bad(
+                f"keeps {tensor.name!r} at byte {offset} to {offset + length} of {location!r}, which has "
+                f"{file.data.size}"
+            )
+        return file.data[offset : offset + length]
+
+    def check_unchanged(self) -> None:
+        """Raise a ModelError if a mapped file of weights was changed."""
+        for file in self._mapped.values():
+            file.check_unchanged()
+
+    def constants(self) -> Iterator[Array]:
+        """The constants of the main graph."""
+        return iter(self.body.constants.values())
+
+
+def _label(proto: onnx.NodeProto) -> str:
+    return f"{proto.op_type} {proto.name!r}" if proto.name else f"{proto.op_type} of {list(proto.output)}"

@@ -1,0 +1,425 @@
+"""OnnxModel: an ONNX file, computed on chosen devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import (
+    Backend,
+    BufferType,
+    BufferUsage,
+    Context,
+    DType,
+    Graph,
+    Scheduler,
+    Tensor,
+    alloc_ctx_tensors,
+    init_by_name,
+)
+from ggmlb.core.arguments import checked_methods
+from ggmlb.core.errors import ArgumentError, Error, FreedError
+from ggmlb.interface.memory_table import MemoryReport, MemoryTable
+from ggmlb.models.devices import ModelOnDevices, device_names
+from ggmlb.models.onnx.convert import CONVERTERS
+from ggmlb.models.onnx.file import DTYPES, Array, Body, Input, OnnxFile, OnnxNode, not_supported
+from ggmlb.models.onnx.folding import FOLDED, fold
+from ggmlb.models.onnx.lowering import Lowering, NeedsValues, Operand, Shaped, extents
+from ggmlb.models.onnx.patterns import recognise
+from ggmlb.models.runs import Runs
+from ggmlb.models.summary import Summary
+
+if TYPE_CHECKING:
+    import onnx
+
+SMALL: Final = 1024
+"""Limit of elements of an input whose values (a shape, axes) a graph is built for."""
+
+INPUT_TYPES: Final = ("float32", "float16", "int64", "int32", "bool")
+"""Types of inputs that are computed with."""
+
+Scope = dict[str, Operand]
+
+
+@dataclass
+class OnnxGraph:
+    """A graph for inputs of one set of sizes.
+
+    Attributes:
+        graph: The graph.
+        inputs: Leafs by name and number of rows; see `Lowering`.
+        outputs: By name: a tensor, its ONNX shape and its type; or a constant.
+    """
+
+    graph: Graph
+    inputs: dict[tuple[str, int], Tensor]
+    outputs: dict[str, tuple[Tensor, tuple[int, ...], np.dtype[Any]] | Array]
+
+
+@checked_methods
+class OnnxModel(ModelOnDevices):
+    """An ONNX model on one or more devices; a context manager, which frees them on exit.
+
+    A graph is built and planned at the first call with inputs of a set of sizes, and kept. Floats are
+    computed as float32, integers exactly up to 2^24. Weights that are used as they are stay in the file's
+    memory on devices in host memory; matrices of `MatMul` are transposed once.
+
+    Args:
+        model: The file's path, or a parsed `onnx.ModelProto`.
+        devices: Names, highest priority first, as `["OpenCL0", "CPU"]`; or the share of the weights on each,
+            as `{"OpenCL0": 0.5, "CPU": 0.5}`: the first half of the layers runs on the first device. By
+            default the first GPU, accelerators in the CPU's memory (LLVM), and the CPU.
+        weights: Type in which matrices are stored, as `"q8_0"` or `"f16"`; f32 by default.
+
+    Attributes:
+        inputs: Types and shapes of the inputs, by name; `None` is an extent that each call chooses.
+        outputs: Names of the results.
+
+    Raises:
+        ModelError: The file is missing or not a valid ONNX model.
+        UnsupportedOpError: The model has an op that is not supported; the message names them.
+        RegistryError: No device has one of the names.
+        ArgumentError: A device is named twice, or shares are not positive.
+        DTypeError: No such type, or one that cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | onnx.ModelProto,
+        devices: Sequence[str] | Mapping[str, float] | None = None,
+        weights: DType | str | None = None,
+    ) -> None:
+        self._file = file = OnnxFile(model)
+        self._body = recognise(file.body)
+        self.inputs: dict[str, Input] = file.inputs
+        self.outputs = tuple(file.body.outputs)
+        _check_ops(self._body)
+        self._matrix_type = DType.F32 if weights is None else DType.parse(weights)
+        shares = dict(devices) if isinstance(devices, Mapping) else {}
+        if any(not math.isfinite(share) or share <= 0 for share in shares.values()):
+            raise ArgumentError(f"devices: the shares {shares} must be positive")
+        names = device_names(list(devices) if devices is not None else None)
+        if not any(name == "CPU" for name in names):
+            names.append("CPU")
+        with ExitStack() as resources:
+            self._backends = tuple(resources.enter_context(init_by_name(name)) for name in names)
+            self._runs: Runs[Any, OnnxGraph] = Runs(self._backends)
+            resources.callback(self._runs.free)
+            self._resources = resources.pop_all()
+        self._store = _Weights(self._backends, list(shares.values()), self._matrix_type, file)
+        self._resources.callback(self._store.free)
+        self._by_value: set[str] = set()
+        self._lock = RLock()
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler of the last call, with its splits and placement; `None` before the first."""
+        return None if self._runs.last is None else self._runs.scheduler
+
+    def summary(self) -> Summary:
+        """Return the model's sizes, its inputs and results, and each device's memory.
+
+        Raises:
+            FreedError: The model was closed.
+        """
+        self._check("summary")
+        table = MemoryTable({"weights": self._store.spaces})
+        memory = MemoryReport(table, table) if self.scheduler is None else self.scheduler.memory_report()
+        ops = sorted({node.op for node in self._body.nodes})
+        facts = {
+            "graph": f"{len(self._body.nodes)} of {self._file.n_nodes} nodes, opset {self._file.opset}",
+            "ops": ", ".join(ops),
+            "inputs": "; ".join(_described(name, told) for name, told in self.inputs.items()),
+            "outputs": ", ".join(self.outputs),
+        }
+        return Summary(f"OnnxModel {self._file.path}", facts, {}, memory)
+
+    def __repr__(self) -> str:
+        return f"<OnnxModel {self._file.path}: {len(self._body.nodes)} nodes>"
+
+    def _check(self, call: str) -> None:
+        if self.is_freed:
+            raise FreedError(f"{call}: this model was closed")
+
+    def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """Compute the model.
+
+        Args:
+            inputs: An array for each input; their sizes choose the graph.
+
+        Returns:
+            The results by name, new arrays.
+
+        Raises:
+            ArgumentError: An input is missing or unknown, or has another type or shape than the file says.
+            UnsupportedOpError: An op is not supported with these sizes.
+            AllocationError: A device lacks room.
+            FreedError: The model was closed.
+        """
+        self._check("run")
+        arrays = self._checked(inputs)
+        with self._lock:
+            self._file.check_unchanged()
+            built = self._get(arrays)
+            for (name, n_rows), leaf in built.inputs.items():
+                leaf.set_array(_stored(name, arrays[name], n_rows).reshape(leaf.ne[::-1]))
+            if built.graph.nodes:
+                self._runs.start(built)
+            results = {}
+            for name, found in built.outputs.items():
+                if isinstance(found, np.ndarray):
+                    results[name] = found.copy()
+                else:
+                    tensor, shape, dtype = found
+                    flat = self._runs.read(tensor) if math.prod(shape) else np.empty(0, np.float32)
+                    results[name] = np.array(flat.reshape(shape).astype(dtype))
+        return results
+
+    def _checked(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        if inputs.keys() != self.inputs.keys():
+            raise ArgumentError(f"run: inputs are {sorted(inputs)}; give {sorted(self.inputs)}")
+        arrays = {}
+        for name, told in self.inputs.items():
+            array = np.asarray(inputs[name])
+            fits = told.shape is None or (
+                len(told.shape) == array.ndim
+                and all(m is None or m == n for m, n in zip(told.shape, array.shape, strict=True))
+            )
+            if array.dtype != told.dtype or not fits:
+                raise ArgumentError(
+                    f"run: input {name!r} is {array.dtype.name} of shape {array.shape}; the model takes "
+                    f"{_described(name, told)}"
+                )
+            arrays[name] = array
+        return arrays
+
+    def _get(self, arrays: dict[str, Array]) -> OnnxGraph:
+        """Return the graph for inputs, with the values of those that determine shapes as constants."""
+        while True:
+            try:
+                key = tuple(
+                    (a.shape, np.ascontiguousarray(a).tobytes() if name in self._by_value else b"")
+                    for name, a in arrays.items()
+                )
+                return self._runs.get(key, lambda: self._build(arrays))
+            except NeedsValues as needed:
+                for name in needed.names - self._by_value:
+                    given = arrays[name]
+                    if given.size > SMALL or (given.dtype.kind == "f" and given.size > 8):
+                        raise not_supported(
+                            needed.op, f"the values of input {name!r} determine a shape or parameter"
+                        ) from None
+                if needed.names <= self._by_value:
+                    raise not_supported(
+                        needed.op, "a computed value determines a shape or parameter"
+                    ) from None
+                self._by_value |= needed.names
+
+    def _build(self, arrays: dict[str, Array]) -> OnnxGraph:
+        lowering = Lowering(self._store.leaf)
+        scope: Scope = dict(self._body.constants)
+        for name, array in arrays.items():
+            if name in self._by_value:
+                scope[name] = array
+                continue
+            if array.dtype.name not in INPUT_TYPES:
+                raise not_supported("input", f"{name!r} is {array.dtype.name}")
+            leaf = lowering.input(name, array.shape)
+            scope[name] = Shaped(leaf, array.shape, array.dtype, frozenset([name]), origin=name)
+        build_body(lowering, self._body, scope)
+        outputs: dict[str, Any] = {}
+        results = []
+        for name in self.outputs:
+            found = scope[name]
+            if isinstance(found, np.ndarray):
+                outputs[name] = found
+                continue
+            tensor = lowering.result(found)
+            results.append(tensor)
+            outputs[name] = tensor, found.shape, found.dtype
+        graph = Graph()
+        for tensor in results:
+            graph.build_forward_expand(tensor)
+        self._store.place()
+        used = {id(t) for t in graph.leafs}
+        return OnnxGraph(graph, {at: t for at, t in lowering.inputs.items() if id(t) in used}, outputs)
+
+
+def _described(name: str, told: Input) -> str:
+    shape = (
+        "any shape"
+        if told.shape is None
+        else f"[{', '.join('?' if n is None else str(n) for n in told.shape)}]"
+    )
+    return f"{name}: {told.dtype.name} {shape}"
+
+
+def _stored(name: str, array: Array, n_rows: int) -> Array:
+    """Return an input as f32, or (`n_rows`) as indices of rows, counted from the first."""
+    if not n_rows:
+        if array.dtype.kind == "i" and array.size and max(int(array.max()), -int(array.min())) > 1 << 24:
+            raise ArgumentError(f"run: input {name!r} has integers beyond 2^24, where float32 is not exact")
+        return np.ascontiguousarray(array, np.float32)
+    if array.size and not -n_rows <= array.min() <= array.max() < n_rows:
+        raise ArgumentError(
+            f"run: input {name!r} has indices from {array.min()} to {array.max()} of {n_rows} rows"
+        )
+    return np.where(array < 0, array + n_rows, array).astype(np.int32)
+
+
+def _check_ops(body: Body) -> None:
+    """Raise an UnsupportedOpError that names all ops of a graph that have no converter."""
+    known = CONVERTERS.keys() | FOLDED | {"Constant", "If"}
+    missing = sorted({node.op for node in body.nodes} - known)
+    if missing:
+        raise not_supported(", ".join(missing), "ggmlb has no converter for it")
+
+
+def build_body(lowering: Lowering, body: Body, scope: Scope) -> None:
+    """Add the values of a graph's nodes to a scope."""
+    for node in body.nodes:
+        operands = [scope[name] if name else None for name in node.inputs]
+        while operands and operands[-1] is None:
+            operands.pop()
+        lowering.op = node.op
+        try:
+            results = _results(lowering, node, operands, scope)
+        except Error as error:
+            if node.label not in error.message:
+                error.args = (f"{error.message} (node {node.label})",)
+            raise
+        except (
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            ZeroDivisionError,
+            OverflowError,
+            AttributeError,
+        ) as error:
+            raise not_supported(
+                node.op, f"operands or attributes that do not fit (node {node.label}): {error}"
+            ) from error
+        sources = frozenset[str]().union(*(x.sources for x in operands if isinstance(x, Shaped)))
+        for name, found in zip(node.outputs, results, strict=False):
+            if isinstance(found, Shaped):
+                found = replace(found, sources=found.sources | sources)
+            scope[name] = found
+
+
+def _results(
+    lowering: Lowering, node: OnnxNode, operands: list[Operand | None], scope: Scope
+) -> Sequence[Operand]:
+    if node.op == "If":
+        return _branch(lowering, node, operands[0], scope)
+    is_constant = not any(isinstance(x, Shaped) for x in operands)
+    if node.op == "Constant" or (is_constant and node.op in FOLDED):
+        arrays = [x for x in operands if not isinstance(x, Shaped)]
+        return fold(node, arrays)
+    convert = CONVERTERS.get(node.op)
+    if convert is None:
+        given = [x for x in operands if isinstance(x, Shaped)]
+        names = frozenset[str]().union(*(x.sources for x in given))
+        if node.op in ("ConstantOfShape", "Range"):
+            raise NeedsValues(node.op, names)
+        raise not_supported(node.op, "ggmlb has no converter for it")
+    if node.op in ("Cast",):
+        node.attrs["dtype"] = DTYPES.get(node.get("to"))
+    given_types = {x.dtype.name for x in operands if isinstance(x, Shaped)}
+    if given_types - set(INPUT_TYPES):
+        raise not_supported(node.op, f"operands of type {', '.join(sorted(given_types))}")
+    first = operands[0] if operands else None
+    if node.op not in MAY_BE_CONSTANT and isinstance(first, np.ndarray):
+        operands[0] = lowering.value(first)
+    results = convert(lowering, node, *operands)
+    return results if isinstance(results, tuple) and not isinstance(results, Shaped) else (results,)
+
+
+MAY_BE_CONSTANT: Final = (
+    "Add", "And", "Concat", "Div", "Equal", "Gather", "Gemm", "Greater", "GreaterOrEqual", "Less",
+    "LessOrEqual", "MatMul", "Max", "Mean", "Min", "Mul", "Or", "Sub", "Sum", "Where", "Xor", "Shape",
+    "Size",
+)  # fmt: skip
+"""Ops whose first operand may be a constant while others are not."""
+
+
+def _branch(lowering: Lowering, node: OnnxNode, condition: Operand | None, scope: Scope) -> Sequence[Operand]:
+    """Build the branch of an If that a condition, known when the graph is built, chooses."""
+    lowering.op = "If"
+    chosen = bool(lowering.const(condition).reshape(()))
+    body = node.get("then_branch" if chosen else "else_branch")
+    if not isinstance(body, Body):
+        raise not_supported("If", "a branch is missing")
+    inner: Scope = {**scope, **body.constants}
+    build_body(lowering, body, inner)
+    return [inner[name] for name in body.outputs]
+
+
+class _Weights:
+    """Leafs of constants, each made once, on the device of its turn."""
+
+    def __init__(
+        self, backends: Sequence[Backend], shares: list[float], matrix: DType, file: OnnxFile
+    ) -> None:
+        self._backends, self._matrix = backends, matrix
+        self._leafs: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], tuple[Array, Tensor]] = {}
+        self._waiting: list[tuple[Backend | BufferType, Tensor, Array]] = []
+        self._buffers = ExitStack()
+        self._total = sum(a.nbytes for a in file.constants())
+        edges = np.cumsum(shares) / sum(shares) if shares else np.ones(1)
+        self._edges = [float(edge) * self._total for edge in edges]
+        self._used = 0
+        self.spaces: list[Any] = []
+
+    def leaf(self, array: Array, form: str) -> Tensor:
+        """Return the leaf of a constant; see `Lowering`."""
+        where = array.__array_interface__["data"][0]
+        key = (where, form, array.shape, array.strides)
+        found = self._leafs.get(key)
+        if found is None:
+            found = self._leafs[key] = (array, self._made(array, form))
+        return found[1]
+
+    def _made(self, array: Array, form: str) -> Tensor:
+        dtype = DType.I32 if form == "i32" else DType.F32
+        if form in ("matrix", "rows") and array.ndim == 2 and not array.shape[1] % self._matrix.block_size:
+            dtype = self._matrix
+        home = next((i for i, edge in enumerate(self._edges) if self._used < edge), len(self._edges) - 1)
+        self._used += array.nbytes
+        values = np.ascontiguousarray(array, np.int32 if dtype is DType.I32 else np.float32)
+        device, leaf = self._backends[home].device, Context().new_tensor(dtype, extents(array.shape))
+        where: Backend | BufferType = self._backends[home]
+        if form == "matrix":
+            fast = (b for b in device.extra_bufts if b.suits(leaf))
+            grown = (b for b in fast if dtype is DType.F32 or b.alloc_size(leaf) <= leaf.nbytes)
+            where = next(grown, where)
+        if where is self._backends[home] and device.buffer_type.is_host and values.size:
+            leaf = Context().from_array(values.reshape(leaf.ne[::-1]), dtype)
+            leaf.placed("weights").usage = BufferUsage.WEIGHTS
+        else:
+            self._waiting.append((where, leaf, values))
+        return leaf
+
+    def place(self) -> None:
+        """Allocate and fill the leafs made since the last call."""
+        waiting, self._waiting = self._waiting, []
+        for where in dict.fromkeys(where for where, _, _ in waiting):
+            mine = [(leaf, values) for other, leaf, values in waiting if other is where]
+            buffer = self._buffers.enter_context(alloc_ctx_tensors([leaf for leaf, _ in mine], where))
+            buffer.usage = BufferUsage.WEIGHTS
+            self.spaces += [(inner.buft, inner.size) for inner in buffer.allocations]
+            for leaf, values in mine:
+                if values.size:
+                    leaf.set_array(values.reshape(leaf.ne[::-1]))
+
+    def free(self) -> None:
+        """Free the memory of devices."""
+        self._buffers.close()
