@@ -39,9 +39,80 @@ def onnx_op(*names: str) -> Callable[[Converter], Converter]:
     return register
 
 
-# -- elements: functions of one tensor ----------------------------------------------------------
+# -- elements -----------------------------------------------------------------------------------
 
-UNARY = {
+
+def _fold(b: Lowering, xs: Sequence[Operand], two: Callable[[Operand, Operand], Shaped]) -> Shaped:
+    result: Operand = xs[0]
+    for x in xs[1:]:
+        result = two(result, x)
+    return b.value(result)
+
+
+def _elu(b: Lowering, x: Operand, alpha: float, inner: float = 1.0) -> Shaped:
+    """Return `max(x, 0) + alpha * expm1(min(x, 0) * inner)`."""
+    low = b.unary("expm1", b.affine(b.clamp(x, high=0.0), inner))
+    return b.add(b.unary("relu", x), b.affine(low, alpha))
+
+
+def _log_sum(b: Lowering, x: Operand, sign: float) -> Shaped:
+    """Return `log(x + sqrt(x^2 + sign))`."""
+    return b.unary("log", b.add(x, b.unary("sqrt", b.affine(b.unary("sqr", x), 1.0, sign))))
+
+
+def _flat(b: Lowering, x: Shaped, axis: int) -> Shaped:
+    axis = axis + x.rank if axis < 0 else axis
+    return b.reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
+
+
+def _shrunk(b: Lowering, n: OnnxNode, x: Operand) -> Shaped:
+    bias, limit = n.get("bias", 0.0), n.get("lambd", 0.5)
+    above = b.mul(b.affine(x, 1.0, -bias), b.unary("step", b.affine(x, 1.0, -limit)))
+    return b.add(above, b.mul(b.affine(x, 1.0, bias), b.unary("step", b.affine(x, -1.0, -limit))))
+
+
+def _leaky(b: Lowering, x: Operand, slope: float) -> Shaped:
+    v = b.value(x)
+    return b.made(b.ctx.leaky_relu(v.tensor, slope), v.shape, v.dtype)
+
+
+FORMULAS: Final[dict[str, Converter]] = {
+    "And": lambda b, n, x, y: b.as_bool(b.mul(x, y)),
+    "Or": lambda b, n, x, y: b.as_bool(b.unary("step", b.add(x, y))),
+    "Xor": lambda b, n, x, y: b.as_bool(b.unary("abs", b.sub(x, y))),
+    "Not": lambda b, n, x: b.as_bool(b.affine(x, -1.0, 1.0)),
+    "Where": lambda b, n, c, x, y: replace(b.select(c, x, y), dtype=x.dtype),
+    "Sum": lambda b, n, *xs: _fold(b, xs, b.add),
+    "Mean": lambda b, n, *xs: b.affine(_fold(b, xs, b.add), 1 / len(xs)),
+    "Reciprocal": lambda b, n, x: b.div(b.filled(b.value(x), 1.0), x),
+    "Tan": lambda b, n, x: b.div(b.unary("sin", x), b.unary("cos", x)),
+    "Sinh": lambda b, n, x: b.affine(b.sub(b.unary("expm1", x), b.unary("expm1", b.unary("neg", x))), 0.5),
+    "Cosh": lambda b, n, x: b.affine(b.add(b.unary("exp", x), b.unary("exp", b.unary("neg", x))), 0.5),
+    "Asinh": lambda b, n, x: b.mul(b.unary("sgn", x), _log_sum(b, b.unary("abs", x), 1.0)),
+    "Acosh": lambda b, n, x: _log_sum(b, x, -1.0),
+    "Atanh": lambda b, n, x: b.affine(b.unary("log", b.div(b.affine(x, 1, 1), b.affine(x, -1, 1))), 0.5),
+    "Gelu": lambda b, n, x: b.unary("gelu" if n.get("approximate") == "tanh" else "gelu_erf", x),
+    "Silu": lambda b, n, x: b.unary("silu", x),
+    "Swish": lambda b, n, x: b.mul(x, b.unary("sigmoid", b.affine(x, n.get("alpha", 1.0)))),
+    "Mish": lambda b, n, x: b.mul(x, b.unary("tanh", b.unary("softplus", x))),
+    "Softsign": lambda b, n, x: b.div(x, b.affine(b.unary("abs", x), 1.0, 1.0)),
+    "HardSigmoid": lambda b, n, x: b.clamp(b.affine(x, n.get("alpha", 0.2), n.get("beta", 0.5)), 0.0, 1.0),
+    "LeakyRelu": lambda b, n, x: _leaky(b, x, n.get("alpha", 0.01)),
+    "PRelu": lambda b, n, x, slope: b.add(b.unary("relu", x), b.mul(b.clamp(x, high=0.0), slope)),
+    "ThresholdedRelu": lambda b, n, x: b.mul(x, b.unary("step", b.affine(x, 1.0, -n.get("alpha", 1.0)))),
+    "Elu": lambda b, n, x: _elu(b, x, n.get("alpha", 1.0)),
+    "Celu": lambda b, n, x: _elu(b, x, n.get("alpha", 1.0), 1.0 / n.get("alpha", 1.0)),
+    "Selu": lambda b, n, x: b.affine(_elu(b, x, n.get("alpha", 1.67326324)), n.get("gamma", 1.05070099)),
+    "Shrink": _shrunk,
+    "Shape": lambda b, n, x: np.array(x.shape[slice(n.get("start", 0), n.get("end"))], np.int64),
+    "Size": lambda b, n, x: np.array(math.prod(x.shape), np.int64),
+    "Transpose": lambda b, n, x: b.transpose(x, n.get("perm") or range(x.rank)[::-1]),
+    "Expand": lambda b, n, x, shape: b.expand(x, broadcast("Expand", x.shape, tuple(b.ints(shape)))),
+    "Flatten": lambda b, n, x: _flat(b, x, n.get("axis", 1)),
+}
+"""Ops that are an expression."""
+
+UNARY: Final = {
     "Abs": "abs", "Ceil": "ceil", "Cos": "cos", "Exp": "exp", "Floor": "floor", "HardSwish": "hardswish",
     "Log": "log", "Neg": "neg", "Relu": "relu", "Sigmoid": "sigmoid", "Sign": "sgn", "Sin": "sin",
     "Softplus": "softplus", "Sqrt": "sqrt", "Tanh": "tanh",
@@ -53,25 +124,8 @@ def _unary(fn: str) -> Converter:
     return lambda b, n, x: b.unary(fn, x)
 
 
+CONVERTERS.update(FORMULAS)
 CONVERTERS.update({op: _unary(fn) for op, fn in UNARY.items()})
-
-
-@onnx_op("Gelu")
-def gelu(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """Exact, or by tanh."""
-    return b.unary("gelu" if n.get("approximate") == "tanh" else "gelu_erf", x)
-
-
-@onnx_op("Silu")
-def silu(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """Of the pattern `x * sigmoid(x)`."""
-    return b.unary("silu", x)
-
-
-@onnx_op("Swish")
-def swish(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`x * sigmoid(alpha * x)`."""
-    return b.mul(x, b.unary("sigmoid", b.affine(x, n.get("alpha", 1.0))))
 
 
 @onnx_op("Identity", "Dropout")
@@ -85,12 +139,6 @@ def identity(
         shape = x.shape
         return x, np.ones(shape, bool)
     return x
-
-
-@onnx_op("Reciprocal")
-def reciprocal(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`1 / x`."""
-    return b.div(b.filled(b.value(x), 1.0), x)
 
 
 @onnx_op("Round")
@@ -113,116 +161,6 @@ def erf(b: Lowering, n: OnnxNode, x: Operand) -> Results:
         p = b.affine(b.mul(p, t), 1.0, c)
     tail = b.mul(b.mul(p, t), b.unary("exp", b.unary("neg", b.unary("sqr", z))))
     return b.mul(b.unary("sgn", x), b.affine(tail, -1.0, 1.0))
-
-
-@onnx_op("Tan")
-def tan(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`sin(x) / cos(x)`."""
-    return b.div(b.unary("sin", x), b.unary("cos", x))
-
-
-@onnx_op("Sinh")
-def sinh(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`(expm1(x) - expm1(-x)) / 2`."""
-    return b.affine(b.sub(b.unary("expm1", x), b.unary("expm1", b.unary("neg", x))), 0.5)
-
-
-@onnx_op("Cosh")
-def cosh(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`(exp(x) + exp(-x)) / 2`."""
-    return b.affine(b.add(b.unary("exp", x), b.unary("exp", b.unary("neg", x))), 0.5)
-
-
-@onnx_op("Asinh")
-def asinh(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`sign(x) log(|x| + sqrt(x^2 + 1))`."""
-    root = b.unary("sqrt", b.affine(b.unary("sqr", x), 1.0, 1.0))
-    return b.mul(b.unary("sgn", x), b.unary("log", b.add(b.unary("abs", x), root)))
-
-
-@onnx_op("Acosh")
-def acosh(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`log(x + sqrt(x^2 - 1))`."""
-    return b.unary("log", b.add(x, b.unary("sqrt", b.affine(b.unary("sqr", x), 1.0, -1.0))))
-
-
-@onnx_op("Atanh")
-def atanh(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`log((1 + x) / (1 - x)) / 2`."""
-    return b.affine(b.unary("log", b.div(b.affine(x, 1.0, 1.0), b.affine(x, -1.0, 1.0))), 0.5)
-
-
-def _negative_part(b: Lowering, x: Operand, scale: float = 1.0) -> Shaped:
-    """`expm1(min(x, 0) * scale)`."""
-    return b.unary("expm1", b.affine(b.clamp(x, high=0.0), scale))
-
-
-@onnx_op("Elu")
-def elu(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`max(x, 0) + alpha * expm1(min(x, 0))`."""
-    alpha = n.get("alpha", 1.0)
-    if alpha == 1.0:
-        return b.unary("elu", x)
-    return b.add(b.unary("relu", x), b.affine(_negative_part(b, x), alpha))
-
-
-@onnx_op("Celu")
-def celu(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`max(x, 0) + alpha * expm1(min(x, 0) / alpha)`."""
-    alpha = n.get("alpha", 1.0)
-    return b.add(b.unary("relu", x), b.affine(_negative_part(b, x, 1 / alpha), alpha))
-
-
-@onnx_op("Selu")
-def selu(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`gamma * (max(x, 0) + alpha * expm1(min(x, 0)))`."""
-    alpha, gamma = n.get("alpha", 1.6732632423543772), n.get("gamma", 1.0507009873554805)
-    return b.add(b.affine(b.unary("relu", x), gamma), b.affine(_negative_part(b, x), alpha * gamma))
-
-
-@onnx_op("LeakyRelu")
-def leaky_relu(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`x`, times alpha where it is negative."""
-    v = b.value(x)
-    return b.made(b.ctx.leaky_relu(v.tensor, n.get("alpha", 0.01)), v.shape, v.dtype)
-
-
-@onnx_op("PRelu")
-def prelu(b: Lowering, n: OnnxNode, x: Operand, slope: Operand) -> Results:
-    """`max(x, 0) + slope * min(x, 0)`."""
-    return b.add(b.unary("relu", x), b.mul(b.clamp(x, high=0.0), slope))
-
-
-@onnx_op("ThresholdedRelu")
-def thresholded_relu(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`x` where it is above alpha, else 0."""
-    return b.mul(x, b.unary("step", b.affine(x, 1.0, -n.get("alpha", 1.0))))
-
-
-@onnx_op("HardSigmoid")
-def hard_sigmoid(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`clamp(alpha * x + beta, 0, 1)`."""
-    return b.clamp(b.affine(x, n.get("alpha", 0.2), n.get("beta", 0.5)), 0.0, 1.0)
-
-
-@onnx_op("Softsign")
-def softsign(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`x / (1 + |x|)`."""
-    return b.div(x, b.affine(b.unary("abs", x), 1.0, 1.0))
-
-
-@onnx_op("Mish")
-def mish(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`x * tanh(softplus(x))`."""
-    return b.mul(x, b.unary("tanh", b.unary("softplus", x)))
-
-
-@onnx_op("Shrink")
-def shrink(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """`x - bias` above lambd, `x + bias` below -lambd, else 0."""
-    bias, lambd = n.get("bias", 0.0), n.get("lambd", 0.5)
-    above = b.mul(b.affine(x, 1.0, -bias), b.unary("step", b.affine(x, 1.0, -lambd)))
-    return b.add(above, b.mul(b.affine(x, 1.0, bias), b.unary("step", b.affine(x, -1.0, -lambd))))
 
 
 @onnx_op("Clip")
@@ -304,25 +242,6 @@ def power(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
     return result if p > 0 else b.div(b.filled(result, 1.0), result)
 
 
-def _fold(b: Lowering, xs: Sequence[Operand], two: Callable[[Operand, Operand], Shaped]) -> Shaped:
-    result: Operand = xs[0]
-    for x in xs[1:]:
-        result = two(result, x)
-    return b.value(result)
-
-
-@onnx_op("Sum")
-def sum_of(b: Lowering, n: OnnxNode, *xs: Operand) -> Results:
-    """Sum of tensors."""
-    return _fold(b, xs, b.add)
-
-
-@onnx_op("Mean")
-def mean_of(b: Lowering, n: OnnxNode, *xs: Operand) -> Results:
-    """Mean of tensors."""
-    return b.affine(_fold(b, xs, b.add), 1 / len(xs))
-
-
 @onnx_op("Max", "Min")
 def extreme(b: Lowering, n: OnnxNode, *xs: Operand) -> Results:
     """Largest or smallest of tensors."""
@@ -349,24 +268,6 @@ def compare(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
     return b.as_bool(b.affine(is_more, -1.0, 1.0) if n.op.endswith("Equal") else is_more)
 
 
-@onnx_op("And", "Or", "Xor", "Not")
-def logic(b: Lowering, n: OnnxNode, x: Operand, y: Operand | None = None) -> Results:
-    """0 or 1, of 0 and 1."""
-    if y is None:
-        return b.as_bool(b.affine(x, -1.0, 1.0))
-    if n.op == "And":
-        return b.as_bool(b.mul(x, y))
-    if n.op == "Or":
-        return b.as_bool(b.unary("step", b.add(x, y)))
-    return b.as_bool(b.unary("abs", b.sub(x, y)))
-
-
-@onnx_op("Where")
-def where(b: Lowering, n: OnnxNode, c: Operand, x: Operand, y: Operand) -> Results:
-    """Elements of `x` or `y`."""
-    return replace(b.select(c, x, y), dtype=x.dtype)
-
-
 @onnx_op("IsNaN")
 def is_nan(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """A number is at least 0 or at most 0; NaN is neither."""
@@ -376,18 +277,6 @@ def is_nan(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 
 
 # -- shapes -------------------------------------------------------------------------------------
-
-
-@onnx_op("Shape")
-def shape_of(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """The shape, known when the graph is built."""
-    return np.array(x.shape[slice(n.get("start", 0), n.get("end"))], np.int64)
-
-
-@onnx_op("Size")
-def size_of(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """The number of elements, known when the graph is built."""
-    return np.array(math.prod(x.shape), np.int64)
 
 
 @onnx_op("Reshape")
@@ -402,14 +291,6 @@ def reshape(b: Lowering, n: OnnxNode, x: Operand, shape: Operand | None = None) 
             raise b.fail(f"shape {told} of {x.shape}")
         told[told.index(-1)] = math.prod(x.shape) // known
     return b.reshape(x, told)
-
-
-@onnx_op("Flatten")
-def flatten(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
-    """To a matrix."""
-    axis = n.get("axis", 1)
-    axis = axis + x.rank if axis < 0 else axis
-    return b.reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
 
 
 def _axes(b: Lowering, n: OnnxNode, told: Operand | None, rank: int) -> list[int] | None:
@@ -433,18 +314,6 @@ def unsqueeze(b: Lowering, n: OnnxNode, x: Shaped, axes: Operand | None = None) 
     new = {normal_axis(n.op, int(i), rank) for i in told}
     rest = iter(x.shape)
     return b.reshape(x, [1 if i in new else next(rest) for i in range(rank)])
-
-
-@onnx_op("Transpose")
-def transpose(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
-    """Axes in another order."""
-    return b.transpose(x, n.get("perm") or range(x.rank)[::-1])
-
-
-@onnx_op("Expand")
-def expand(b: Lowering, n: OnnxNode, x: Shaped, shape: Operand) -> Results:
-    """Repeated to a shape, broadcast both ways."""
-    return b.expand(x, broadcast("Expand", x.shape, tuple(b.ints(shape))))
 
 
 @onnx_op("Tile")

@@ -69,8 +69,8 @@ class OnnxModel(ModelOnDevices):
     """An ONNX model on one or more devices; a context manager, which frees them on exit.
 
     A graph is built and planned at the first call with inputs of a set of sizes, and kept. Floats are
-    computed as float32, integers exactly up to 2^24. Weights that are used as they are stay in the file's
-    memory on devices in host memory; matrices of `MatMul` are transposed once.
+    computed as float32, integers exactly up to 2^24. On devices in host memory, weights stay in the file's
+    memory, but for matrices of products, which go where the device multiplies them fastest.
 
     Args:
         model: The file's path, or a parsed `onnx.ModelProto`.
