@@ -11,6 +11,7 @@ where its weights are.
 
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.embedder import BertEmbedder
+from ggmlb.models.exported import from_torch
 from ggmlb.models.folder import ModelFolder, default_model_dir, default_text_model
 from ggmlb.models.text import (
     Adapter,
@@ -47,5 +48,6 @@ __all__ = [
     "TextModel",
     "default_model_dir",
     "default_text_model",
+    "from_torch",
     "register_architecture",
 ]

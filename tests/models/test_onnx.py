@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import ggmlb
+import ggmlb.models
 from ggmlb.core.errors import ArgumentError, Error, FreedError, ModelError, UnsupportedOpError
 from ggmlb.models.onnx import CONVERTERS, OnnxModel
 from scripts.onnx_counts import BEGIN, END, PAGE, table
@@ -248,6 +249,57 @@ def test_transposes_of_many_axes() -> None:
         ]
         with OnnxModel(model(nodes, {"x": (FLOAT, None)}, ["y"]), devices=["CPU"]) as ours:
             assert np.array_equal(ours.run({"x": x})["y"], np.maximum(x.transpose(perm), 0)), perm
+
+
+# -- PyTorch ------------------------------------------------------------------------------------
+
+
+def torch_modules() -> dict[str, tuple[Any, Any]]:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    nn = torch.nn
+    image = torch.randn(2, 3, 12, 10)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+    return {
+        "a perceptron": (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16)), torch.randn(5, 8)),
+        "convolutions": (
+            nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.Hardswish(), nn.MaxPool2d(2),
+                          nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.ReLU6(), nn.Conv2d(8, 4, 1, groups=2),
+                          nn.Upsample(scale_factor=2, mode="bilinear"), nn.AdaptiveAvgPool2d(1),
+                          nn.Flatten()),
+            image,
+        ),
+        "a transposed convolution": (nn.ConvTranspose2d(3, 5, 3, 2, 1, 1), image),
+        "attention": (layer, torch.randn(2, 6, 32)),
+        "an LSTM": (nn.LSTM(8, 16, bidirectional=True), torch.randn(4, 2, 8)),
+    }  # fmt: skip
+
+
+def test_modules_of_pytorch_compute_the_same() -> None:
+    torch = pytest.importorskip("torch")
+    for name, (module, x) in torch_modules().items():
+        with torch.no_grad():
+            expected = module.eval()(x)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        module.train()
+        with ggmlb.models.from_torch(module, x, devices=["CPU"]) as ours:
+            found = ours.run({"x0": x.numpy()})["y0"]
+        assert module.training
+        assert np.allclose(found, expected.numpy(), atol=2e-5), name
+
+
+def test_an_op_that_is_not_there_is_named_with_its_place_in_the_module() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Det(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            return torch.linalg.det(x)
+
+    module = torch.nn.Sequential(torch.nn.ReLU(), Det())
+    with pytest.raises(UnsupportedOpError, match="/1/Det"):
+        ggmlb.models.from_torch(module, torch.randn(2, 3, 3), devices=["CPU"])
+    with pytest.raises(ArgumentError, match="Linear"):
+        ggmlb.models.from_torch(torch.nn.Linear(2, 2), torch.randn(2, 3))
 
 
 # -- what is wrong ------------------------------------------------------------------------------

@@ -278,9 +278,10 @@ def _stored(name: str, array: Array, n_rows: int) -> Array:
 def _check_ops(body: Body) -> None:
     """Raise an UnsupportedOpError that names all ops of a graph that have no converter."""
     known = CONVERTERS.keys() | FOLDED | {"Constant", "If"}
-    missing = sorted({node.op for node in body.nodes} - known)
+    missing = {node.op: node.label for node in reversed(body.nodes) if node.op not in known}
     if missing:
-        raise not_supported(", ".join(missing), "ggmlb has no converter for it")
+        places = ", ".join(sorted(missing.values()))
+        raise not_supported(", ".join(sorted(missing)), f"ggmlb has no converter for it (nodes {places})")
 
 
 def build_body(lowering: Lowering, body: Body, scope: Scope) -> None:
