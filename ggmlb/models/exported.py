@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ggmlb import DType
+from ggmlb.core.arguments import checked
 from ggmlb.core.errors import ArgumentError, UnsupportedOpError
 
 if TYPE_CHECKING:
     from ggmlb.models.onnx import OnnxModel
 
 
+@checked
 def from_torch(
     module: Any,
     example: Any,
@@ -38,9 +40,12 @@ def from_torch(
         ArgumentError: PyTorch cannot export the module.
         UnsupportedOpError: It has an op that is not supported; the message has its place in the module.
     """
-    from ggmlb.models.onnx import OnnxModel
-
-    torch = importlib.import_module("torch")
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        raise ArgumentError("from_torch needs PyTorch: pip install torch") from None
+    if not isinstance(module, torch.nn.Module):
+        raise ArgumentError(f"from_torch: module is a {type(module).__name__}; give a torch.nn.Module")
     operands = example if isinstance(example, tuple) else (example,)
     names = [f"x{i}" for i in range(len(operands))]
     axes = {name: {i: f"{name}_{i}" for i in which} for name, which in (dynamic_axes or {}).items()}
@@ -63,5 +68,7 @@ def from_torch(
     finally:
         module.train(was_training)
         torch.backends.mha.set_fastpath_enabled(fused)
+    from ggmlb.models.onnx import OnnxModel
+
     onnx = importlib.import_module("onnx")
     return OnnxModel(onnx.load_model_from_string(content.getvalue()), devices, weights)

@@ -259,7 +259,16 @@ def torch_modules() -> dict[str, tuple[Any, Any]]:
     torch.manual_seed(0)
     nn = torch.nn
     image = torch.randn(2, 3, 12, 10)
-    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True)
+
+    class Attention(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.norm = nn.Linear(32, 96), nn.LayerNorm(32)
+
+        def forward(self, x: Any) -> Any:
+            q, k, v = self.qkv(self.norm(x)).view(2, 6, 3, 4, 8).permute(2, 0, 3, 1, 4)
+            return x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 6, 32)
+
     return {
         "a perceptron": (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16)), torch.randn(5, 8)),
         "convolutions": (
@@ -270,7 +279,7 @@ def torch_modules() -> dict[str, tuple[Any, Any]]:
             image,
         ),
         "a transposed convolution": (nn.ConvTranspose2d(3, 5, 3, 2, 1, 1), image),
-        "attention": (layer, torch.randn(2, 6, 32)),
+        "attention": (Attention(), torch.randn(2, 6, 32)),
         "an LSTM": (nn.LSTM(8, 16, bidirectional=True), torch.randn(4, 2, 8)),
     }  # fmt: skip
 
@@ -286,6 +295,18 @@ def test_modules_of_pytorch_compute_the_same() -> None:
             found = ours.run({"x0": x.numpy()})["y0"]
         assert module.training
         assert np.allclose(found, expected.numpy(), atol=2e-5), name
+
+
+@pytest.mark.parametrize("weights", ["q8_0", ggmlb.DType.Q8_0])
+def test_weights_and_sizes_of_a_module_may_be_chosen(weights: Any) -> None:
+    torch = pytest.importorskip("torch")
+    linear = torch.nn.Linear(64, 8)
+    with ggmlb.models.from_torch(
+        linear, torch.randn(1, 64), ["CPU"], weights=weights, dynamic_axes={"x0": [0]}
+    ) as ours:
+        x = torch.randn(5, 64)
+        difference = np.abs(ours.run({"x0": x.numpy()})["y0"] - linear(x).detach().numpy()).max()
+    assert 1e-6 < difference < 0.05
 
 
 def test_an_op_that_is_not_there_is_named_with_its_place_in_the_module() -> None:

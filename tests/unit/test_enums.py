@@ -55,6 +55,7 @@ ELSEWHERE = {
     "BertEmbedder.weight_type": "tests/models/test_embedder.py",
     "Tensor.set_array.dtype": "tests/unit/test_arrays.py",
     "TextModel.kv_type": "tests/models/test_text_model.py",
+    "from_torch.weights": "tests/models/test_onnx.py",
 }
 """Arguments whose test needs more than a context; the file named there tests them."""
 
