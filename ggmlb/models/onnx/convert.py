@@ -842,28 +842,13 @@ def conv(b: Lowering, n: OnnxNode, x: Shaped, w: Operand, bias: Operand | None =
 def _conv(
     b: Lowering, x: Shaped, w: Operand, place: tuple[int, int, int, int, int, int], out: list[int]
 ) -> Shaped:
-    """Patches times the kernel: a pixel's patch is a row, and so is an output channel's kernel."""
+    """One op; of a kernel of one pixel, a product whose rows are pixels."""
     count, (oc, ic, kh, kw) = x.shape[0], w.shape
-    size = ic * kh * kw
-    rows = (
-        b.weight(w.reshape(oc, size), "conv")
-        if isinstance(w, np.ndarray)
-        else b.reshape(w, (oc, size)).tensor
-    )
-    if (kh, kw) == (1, 1) and place[:4] == (1, 1, 0, 0):
-        pixels = b.transpose(b.reshape(x, (count, ic, out[0] * out[1])), (0, 2, 1))
-        patches = b.ctx.reshape_4d(pixels.tensor, ic, out[0] * out[1], count, 1)
-    else:
-        kernel = b.ctx.reshape_4d(rows, kw, kh, ic, oc)
-        patches = b.ctx.im2col(kernel, x.tensor, *place, True, "f32")
-        patches = b.ctx.reshape_4d(patches, size, out[0] * out[1], count, 1)
-    if count == 1:
-        t = b.ctx.mul_mat(b.ctx.reshape_2d(patches, size, out[0] * out[1]), rows)
-    else:
-        flat = b.ctx.mul_mat(rows, b.ctx.reshape_2d(patches, size, out[0] * out[1] * count))
-        t = b.ctx.reshape_3d(flat, oc, out[0] * out[1], count)
-        t = b.ctx.cont(b.ctx.permute(t, 1, 0, 2, 3))
     shape = (count, oc, *out)
+    if (kh, kw) != (1, 1) or place[:4] != (1, 1, 0, 0) or count > 1:
+        return b.made(b.ctx.conv_2d_direct(b.value(w).tensor, x.tensor, *place), shape)
+    pixels = b.transpose(b.reshape(x, (ic, out[0] * out[1])), (1, 0))
+    t = b.ctx.mul_mat(pixels.tensor, b.value(b.reshape(w, (oc, ic))).tensor)
     return b.made(b.ctx.reshape_4d(t, *extents(shape)), shape)
 
 
@@ -1000,7 +985,9 @@ def _resized(
     mode, by, near = how
     m = x.shape[axis]
     if mode == "nearest" and size % m == 0 and (by, near) == ("asymmetric", "floor"):
-        return b.take(x, np.repeat(np.arange(m), size // m), axis)
+        v, outer, _, inner = b.parted(x, axis)
+        many = b.expand(b.reshape(v, (outer, m, 1, inner)), (outer, m, size // m, inner))
+        return b.reshape(many, (*x.shape[:axis], size, *x.shape[axis + 1 :]))
     coefficients: Callable[..., Any]
     if mode == "nearest":
 

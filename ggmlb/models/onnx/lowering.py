@@ -40,6 +40,7 @@ class Shaped:
         sources: Names of the model's inputs that determine it.
         permuted: The value and the axes of which it is a transposition.
         origin: The model's input whose elements these are, unchanged.
+        scaled: The value and the number of which it is the product.
     """
 
     tensor: Tensor
@@ -48,6 +49,7 @@ class Shaped:
     sources: frozenset[str] = frozenset()
     permuted: tuple[Shaped, tuple[int, ...]] | None = None
     origin: str | None = None
+    scaled: tuple[Shaped, float] | None = None
 
     @property
     def rank(self) -> int:
@@ -172,10 +174,14 @@ class Lowering:
         return self.made(getattr(self.ctx, fn)(v.tensor), v.shape, v.dtype)
 
     def affine(self, x: Operand, scale: float = 1.0, bias: float = 0.0) -> Shaped:
-        """Return `x * scale + bias`."""
+        """Return `x * scale + bias`; factors one after the other are one."""
         v = self.value(x)
-        t = self.ctx.scale_bias(v.tensor, scale, bias) if bias else self.ctx.scale(v.tensor, scale)
-        return self.made(t, v.shape, v.dtype)
+        base, factor = v.scaled or (v, 1.0)
+        scale *= factor
+        if bias:
+            return self.made(self.ctx.scale_bias(base.tensor, scale, bias), v.shape, v.dtype)
+        product = self.made(self.ctx.scale(base.tensor, scale), v.shape, v.dtype)
+        return replace(product, scaled=(base, scale))
 
     def clamp(self, x: Operand, low: float = -np.inf, high: float = np.inf) -> Shaped:
         """Return `x` limited to a range."""

@@ -100,6 +100,21 @@ class Patterns:
         if product is not None and self.other(product, sigmoid.outputs[0]) == sigmoid.inputs[0]:
             self.replace(product, "Silu", [sigmoid.inputs[0]])
 
+    def hard_swish(self, clip: OnnxNode) -> None:
+        """`x * clip(x + 3, 0, 6) / 6`."""
+        limits = [self.number(name) if name else None for name in clip.inputs[1:]]
+        plus = self.maker(clip.inputs[0], "Add")
+        product = self.user(clip, "Mul")
+        if plus is None or product is None or (limits or [clip.get("min"), clip.get("max")]) != [0.0, 6.0]:
+            return
+        x = self.other(product, clip.outputs[0])
+        last = self.user(product, "Mul", "Div")
+        if last is None or x not in plus.inputs or self.number(self.other(plus, x)) != 3.0:
+            return
+        base, scale = self.scaled(last.outputs[0])
+        if base == product.outputs[0] and abs(scale * 6 - 1) < 1e-6:
+            self.replace(last, "HardSwish", [x])
+
     def _last_axis(self, node: OnnxNode) -> bool:
         axes = node.get("axes")
         if axes is None and len(node.inputs) == 2:
@@ -155,8 +170,8 @@ class Patterns:
 def recognise(body: Body) -> Body:
     """Return the graph with the chains replaced that one op computes; unused nodes are left out."""
     patterns = Patterns(body)
-    finders = {"Erf": patterns.gelu, "Sigmoid": patterns.silu, "Div": patterns.layer_norm,
-               "Softmax": patterns.attention}  # fmt: skip
+    finders = {"Erf": patterns.gelu, "Sigmoid": patterns.silu, "Clip": patterns.hard_swish,
+               "Div": patterns.layer_norm, "Softmax": patterns.attention}  # fmt: skip
     for node in body.nodes:
         find = finders.get(node.op)
         if find is not None and node.inputs and len(node.outputs) == 1:
