@@ -129,6 +129,12 @@ def test_onnx_own_tests_pass_or_are_refused_and_the_page_has_their_numbers() -> 
         assert told == text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["LLVM", "OpenCL0"])
+def test_onnx_own_tests_on_other_devices(device: str) -> None:
+    assert not table([*available(device), "CPU"])[1]
+
+
 def test_the_adapter_is_onnx_backend() -> None:
     from onnx.backend.test.runner import BackendIsNotSupposedToImplementIt
 
@@ -155,6 +161,9 @@ def test_a_block_computes_what_the_reference_does(devices: list[str]) -> None:
             (expected,) = ReferenceEvaluator(proto).run(None, given)
             assert np.allclose(ours.run(given)["y"], expected, atol=2e-5)
         assert len(ours._runs) == 2
+        n_leafs = len(ours._store._leafs)
+        ours.run(feeds(3, 4))
+        assert len(ours._store._leafs) == n_leafs  # weights are not placed again for other sizes
         ops = {node.op for node in ours._runs.last.graph.nodes}  # type: ignore[union-attr]
         assert {ggmlb.Op.NORM, ggmlb.Op.SOFT_MAX, ggmlb.Op.GET_ROWS} <= ops
         names = {op for op in ours.summary().facts["ops"].split(", ")}

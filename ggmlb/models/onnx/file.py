@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +113,7 @@ class OnnxFile:
 
     def __init__(self, model: str | Path | onnx.ModelProto) -> None:
         self._mapped: dict[Path, MappedFile] = {}
+        self._arrays: list[Array] = []
         self.n_nodes = 0
         if isinstance(model, onnx.ModelProto):
             self.path, self._folder, proto = Path("<model>"), None, model
@@ -256,6 +257,10 @@ class OnnxFile:
 
     def array(self, tensor: TensorProto) -> Array:
         """Return a constant as an array: a view of the message or of the mapped file, where it is raw."""
+        self._arrays.append(self._values(tensor))
+        return self._arrays[-1]
+
+    def _values(self, tensor: TensorProto) -> Array:
         name = tensor.name or "a constant"
         dtype = DTYPES.get(tensor.data_type)
         if dtype is None:
@@ -301,9 +306,10 @@ class OnnxFile:
         for file in self._mapped.values():
             file.check_unchanged()
 
-    def constants(self) -> Iterator[Array]:
-        """The constants of the main graph."""
-        return iter(self.body.constants.values())
+    def places(self) -> list[tuple[int, int]]:
+        """Return the memory of all constants in the file's own memory, as address and end, sorted."""
+        starts = ((a.__array_interface__["data"][0], a.nbytes) for a in self._arrays if a.size)
+        return sorted((start, start + nbytes) for start, nbytes in starts)
 
 
 def _label(proto: onnx.NodeProto) -> str:

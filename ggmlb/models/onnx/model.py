@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -365,7 +366,7 @@ def _branch(lowering: Lowering, node: OnnxNode, condition: Operand | None, scope
 
 
 class _Weights:
-    """Leafs of constants, each made once, on the device of its turn."""
+    """Leafs of constants, those of the file made once, on the device of their turn."""
 
     def __init__(
         self, backends: Sequence[Backend], shares: list[float], matrix: DType, file: OnnxFile
@@ -374,7 +375,8 @@ class _Weights:
         self._leafs: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], tuple[Array, Tensor]] = {}
         self._waiting: list[tuple[Backend | BufferType, Tensor, Array]] = []
         self._buffers = ExitStack()
-        self._total = sum(a.nbytes for a in file.constants())
+        self._places = file.places()
+        self._total = sum(end - start for start, end in self._places)
         edges = np.cumsum(shares) / sum(shares) if shares else np.ones(1)
         self._edges = [float(edge) * self._total for edge in edges]
         self._used = 0
@@ -383,6 +385,9 @@ class _Weights:
     def leaf(self, array: Array, form: str) -> Tensor:
         """Return the leaf of a constant; see `Lowering`."""
         where = array.__array_interface__["data"][0]
+        at = bisect_right(self._places, (where, 1 << 63)) - 1
+        if at < 0 or where >= self._places[at][1]:
+            return self._made(array, form)  # computed for one graph
         key = (where, form, array.shape, array.strides)
         found = self._leafs.get(key)
         if found is None:
