@@ -257,8 +257,12 @@ class OnnxFile:
 
     def array(self, tensor: TensorProto) -> Array:
         """Return a constant as an array: a view of the message or of the mapped file, where it is raw."""
-        self._arrays.append(self._values(tensor))
-        return self._arrays[-1]
+        return self.keep(self._values(tensor))
+
+    def keep(self, array: Array) -> Array:
+        """Count an array among the model's constants; return it."""
+        self._arrays.append(array)
+        return array
 
     def _values(self, tensor: TensorProto) -> Array:
         name = tensor.name or "a constant"

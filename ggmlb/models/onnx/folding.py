@@ -16,7 +16,8 @@ from ggmlb.models.onnx.file import DTYPES, Array, OnnxNode, not_supported
 MAX_BYTES: Final = 1 << 28
 """Limit of a folded value, unless it is a part of its operands."""
 
-FOLDED: Final = (
+FOLDED: Final = frozenset((
+    "Constant",
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Concat",
     "ConstantOfShape", "Cos", "CumSum", "Div", "Equal", "Erf", "Exp", "Expand", "Flatten", "Floor",
     "Gather", "GatherElements", "GatherND", "Gemm", "Greater", "GreaterOrEqual", "Identity", "IsInf",
@@ -25,7 +26,7 @@ FOLDED: Final = (
     "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Relu", "Reshape", "Round", "ScatterElements",
     "ScatterND", "Shape", "Sigmoid", "Sign", "Sin", "Size", "Slice", "Softmax", "Split", "Sqrt", "Squeeze",
     "Sub", "Sum", "Tanh", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
-)  # fmt: skip
+))  # fmt: skip
 """Ops that are folded; others with constant operands alone are computed as those of inputs are."""
 
 

@@ -99,7 +99,7 @@ class OnnxModel(ModelOnDevices):
         weights: DType | str | None = None,
     ) -> None:
         self._file = file = OnnxFile(model)
-        self._body = recognise(file.body)
+        self._body = _folded(recognise(file.body), file)
         self.inputs: dict[str, Input] = file.inputs
         self.outputs = tuple(file.body.outputs)
         _check_ops(self._body)
@@ -278,11 +278,23 @@ def _stored(name: str, array: Array, n_rows: int) -> Array:
 
 def _check_ops(body: Body) -> None:
     """Raise an UnsupportedOpError that names all ops of a graph that have no converter."""
-    known = CONVERTERS.keys() | FOLDED | {"Constant", "If"}
+    known = CONVERTERS.keys() | FOLDED | {"If"}
     missing = {node.op: node.label for node in reversed(body.nodes) if node.op not in known}
     if missing:
         places = ", ".join(sorted(missing.values()))
         raise not_supported(", ".join(sorted(missing)), f"ggmlb has no converter for it (nodes {places})")
+
+
+def _folded(body: Body, file: OnnxFile) -> Body:
+    """Return a graph without the nodes of constants alone, which are computed once."""
+    constants, nodes = dict(body.constants), []
+    for node in body.nodes:
+        if node.op in FOLDED and all(name in constants or not name for name in node.inputs):
+            values = fold(node, [constants.get(name) for name in node.inputs])
+            constants.update(zip(node.outputs, map(file.keep, values), strict=False))
+        else:
+            nodes.append(node)
+    return body._replace(constants=constants, nodes=nodes)
 
 
 def build_body(lowering: Lowering, body: Body, scope: Scope) -> None:
@@ -323,7 +335,7 @@ def _results(
     if node.op == "If":
         return _branch(lowering, node, operands[0], scope)
     is_constant = not any(isinstance(x, Shaped) for x in operands)
-    if node.op == "Constant" or (is_constant and node.op in FOLDED):
+    if is_constant and node.op in FOLDED:
         arrays = [x for x in operands if not isinstance(x, Shaped)]
         return fold(node, arrays)
     convert = CONVERTERS.get(node.op)
