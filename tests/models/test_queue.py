@@ -96,6 +96,27 @@ def test_a_failing_processor_fails_its_own_job_only(models: Callable[..., Path])
             model.generate([1, 5], logits_processor=shorter)
 
 
+def test_a_failing_callback_fails_its_own_job_only(models: Callable[..., Path]) -> None:
+    def fails(piece: str, is_done: bool) -> None:
+        raise KeyError("of the callback")
+
+    with TextModel(models(), ["CPU"], n_ctx=64) as model, model.queue() as queue:
+        bad = queue.submit([1, 5], max_tokens=20, ignore_eos=True, on_piece=fails)
+        good = queue.submit([1, 6], max_tokens=20, ignore_eos=True)
+        assert len(good.wait(60).tokens) == 20
+        with pytest.raises(KeyError, match="of the callback"):
+            bad.wait(60)
+        assert len(queue.submit([1, 7], max_tokens=3, ignore_eos=True).wait(60).tokens) == 3
+
+
+def test_finished_sequences_make_room_for_a_single_job(models: Callable[..., Path]) -> None:
+    """It starts beside what is kept of another, and outgrows the rest of the context later."""
+    with TextModel(models(), ["CPU"], n_ctx=256) as model, model.queue() as queue:
+        queue.submit(SHARED * 4, max_tokens=40, ignore_eos=True).wait(60)
+        long = queue.submit([1, 262], max_tokens=200, ignore_eos=True).wait(60)
+        assert (long.stopped_by, len(long.tokens)) == ("length", 200)
+
+
 def test_the_end_of_the_context_is_told(models: Callable[..., Path]) -> None:
     with TextModel(models(), ["CPU"], n_ctx=32) as model:
         full = model.generate([1, 5], max_tokens=-1, ignore_eos=True)

@@ -79,7 +79,12 @@ class Job:
         if is_done:
             self._done.set()
         if self._on_piece is not None and (piece or is_done):
-            self._on_piece(piece, is_done)
+            try:
+                self._on_piece(piece, is_done)
+            except Exception as error:  # other jobs go on
+                self.error = self.error or error
+                self._on_piece = None
+                self.cancel()
 
 
 @checked_methods
@@ -143,7 +148,7 @@ class JobQueue:
             prompt: As for `TextModel.generate`, like `options` and `changes`.
             options: Options of the generation.
             on_piece: `on_piece(text, is_done)`, called with each new text and at the end, from the queue's
-                thread; it must return soon, and raise nothing.
+                thread; it must return soon. An error that it raises ends the job, which has that error.
             changes: Single options by name.
 
         Raises:
@@ -288,7 +293,7 @@ class JobQueue:
         """Pause the newest jobs while the running ones do not fit the cache."""
         while True:
             needs = {job.request.sequence: len(job.request.tokens) for job in self._active}
-            if len(self._active) <= 1 or self._make_room(needs):
+            if self._make_room(needs) or len(self._active) <= 1:
                 return
             with self._changed:
                 job = self._active.pop()
@@ -329,9 +334,8 @@ class JobQueue:
             job.notify()
 
     def _drop(self, n: int) -> None:
-        for number, _ in self._kept[:n]:
-            self._free(number)
-        del self._kept[:n]
+        for _ in range(n):
+            self._free(self._kept.pop(0)[0])
 
     def _free(self, sequence: int) -> None:
         with self._engine.lock:
