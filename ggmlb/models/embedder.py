@@ -226,6 +226,10 @@ class BertEmbedder(ModelOnDevices):
         self._placer.check_mapped()
         n_done = 0
         lengths = [t.size for t in tokens]
+        if 0 in lengths:
+            raise ArgumentError(
+                f"{call}: text {lengths.index(0)} has no tokens, as this model adds none; leave it out"
+            )
         for members, n_tokens in plan_batches(lengths, batch, self.config.n_max, self._runs.keys()):
             sizes = n_tokens, len(members)
             with self._lock:

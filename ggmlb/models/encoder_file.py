@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -141,7 +142,7 @@ def read_encoder(file: GgufFile) -> tuple[BertConfig, BertLayout]:
         n_ff=keys.count("feed_forward_length"),
         n_vocab=file["token_embd.weight"].shape[0],
         n_ctx=n_ctx,
-        n_type=file["token_types.weight"].ne[1] if "token_types.weight" in file else 0,
+        n_type=max(1, prod(types.shape) // keys.n_embd) if (types := file.get("token_types.weight")) else 0,
         norm_eps=keys.real(EPS_KEYS["layer"], None, 0, 1),
         n_max=n_ctx,
         pooling=POOLINGS[of_head] if pooling == "rank" else pooling,
@@ -155,11 +156,11 @@ def read_encoder(file: GgufFile) -> tuple[BertConfig, BertLayout]:
         is_bias = tensor.endswith(".bias") and (is_modern or "norm" not in tensor)
         return is_bias or tensor in ("token_types.weight", "blk.0.attn_norm.weight")
 
-    layout = BertLayout.read(config, file, _names(file, variant), may_lack)
+    layout = BertLayout.read(config, file, _names(file, variant, keys.n_layer), may_lack)
     return config, _checked(layout, file, bool(config.n_score))
 
 
-def _names(file: GgufFile, variant: _Variant) -> dict[str, list[str]]:
+def _names(file: GgufFile, variant: _Variant, n_layer: int) -> dict[str, list[str]]:
     names = {
         "tokens": ["token_embd"],
         "norm": ["token_embd_norm"],
@@ -172,7 +173,6 @@ def _names(file: GgufFile, variant: _Variant) -> dict[str, list[str]]:
     parts = [f"blk.{{}}.attn_{name[0]}" for name in SEPARATE]
     if "blk.0.attn_qkv.weight" in file:
         return {**names, "qkv": ["blk.{}.attn_qkv"]}
-    n_layer = 1 + max((int(name.split(".")[1]) for name in file if name.startswith("blk.")), default=0)
     types = [
         {file[name].dtype for part in parts if (name := f"{part.format(i)}.weight") in file}
         for i in range(n_layer)

@@ -138,9 +138,34 @@ def test_a_file_without_one_of_its_tensors_is_refused(tmp_path: Path, arch: str)
 
 @pytest.mark.parametrize("name", ["blk.0.ffn_down.bias", "blk.1.ffn_up.bias", "blk.1.ffn_gate.bias"])
 def test_biases_that_llama_cpp_leaves_out_are_refused(tmp_path: Path, name: str) -> None:
-    path = encoders.write_encoder(tmp_path / "m.gguf", "nomic-bert", biases=(name,))
+    path = encoders.write_encoder(tmp_path / "m.gguf", "nomic-bert", tensors={name: np.zeros(encoders.E)})
     with pytest.raises(ModelError, match=f"does not use the tensor {name!r}"):
         BertEmbedder(path, devices=["CPU"])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "says"),
+    [
+        ("token_types.weight", (2 * encoders.E,), r"token_types.weight' has shape \[512\]"),
+        ("token_types.weight", (0, encoders.E), r"token_types.weight' has shape \[0, 256\]"),
+        ("blk.x.weight", (1,), "does not use the tensor 'blk.x.weight'"),
+        ("blk.99999999999.weight", (1,), "does not use the tensor 'blk.99999999999.weight'"),
+    ],
+)
+def test_a_wrong_tensor_is_refused(tmp_path: Path, name: str, shape: tuple[int, ...], says: str) -> None:
+    path = encoders.write_encoder(tmp_path / "m.gguf", "bert", tensors={name: np.zeros(shape, np.float32)})
+    with pytest.raises(ModelError, match=says):
+        BertEmbedder(path, devices=["CPU"])
+
+
+@pytest.mark.parametrize("pooling", [1, 2, 3])
+def test_a_text_without_tokens_is_refused(tmp_path: Path, pooling: int) -> None:
+    """A vocabulary of SentencePiece adds no tokens to a text if its file says so."""
+    path = encoders.write_encoder(tmp_path / "m.gguf", "bert", pooling_type=pooling, spm=True)
+    with BertEmbedder(path, devices=["CPU"]) as embedder:
+        assert embedder.embed(["w1"]).shape == (1, encoders.E)
+        with pytest.raises(ArgumentError, match="text 1 has no tokens"):
+            embedder.embed(["w1", ""])
 
 
 def test_each_kind_of_model_has_its_class(tmp_path: Path) -> None:

@@ -28,8 +28,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 RERANKER = {"pooling_type": 4}
 
 
-def vocabulary() -> dict[str, Any]:
-    """Return the metadata of a WordPiece vocabulary: special tokens, `w0` to `w89`, and a suffix `x`."""
+def vocabulary(spm: bool = False) -> dict[str, Any]:
+    """Return the metadata of a vocabulary: special tokens, `w0` to `w89`, and a suffix `x`.
+
+    Args:
+        spm: Whether it is of SentencePiece and adds no tokens, instead of WordPiece.
+    """
     key = "tokenizer.ggml."
     special = {"padding": 0, "unknown": 1, "bos": 2, "seperator": 3, "mask": 4}
     return {
@@ -37,6 +41,8 @@ def vocabulary() -> dict[str, Any]:
         key + "tokens": list(WORDS),
         key + "token_type": [3] * 5 + [1] * (N_VOCAB - 5),
         **{f"{key}{name}_token_id": number for name, number in special.items()},
+        **(dict.fromkeys((f"{key}add_bos_token", f"{key}add_eos_token"), False) if spm else {}),
+        **({key + "model": "llama", key + "scores": [0.0] * N_VOCAB} if spm else {}),
     }
 
 
@@ -47,7 +53,8 @@ def write_encoder(
     values: str = "",
     fused: bool = False,
     without: tuple[str, ...] = (),
-    biases: tuple[str, ...] = (),
+    spm: bool = False,
+    tensors: Mapping[str, Any] = {},
     **changed: Any,
 ) -> Path:
     """Write a small random encoder; return its path.
@@ -59,7 +66,8 @@ def write_encoder(
         values: Type of the matrices of values; by default that of the others.
         fused: Whether queries, keys and values are one tensor (always those of modern-bert).
         without: Metadata keys and tensors that are left out.
-        biases: Further biases, of `E` elements.
+        spm: As for `vocabulary`.
+        tensors: Tensors that are added, or replaced.
         changed: Metadata keys, with `_` for `.` after the first word, as `pooling_type=4`.
     """
     rng = np.random.default_rng(0)
@@ -72,7 +80,8 @@ def write_encoder(
         if name in without:
             return
         raw = None if kept == "f32" else gguf.GGMLQuantizationType(int(kind))
-        writer.add_tensor(name, blocks, raw_dtype=raw)
+        if name not in tensors:
+            writer.add_tensor(name, blocks, raw_dtype=raw)
 
     def linear(name: str, n_out: int, n_in: int, kept: str = dtype, bias: bool = arch == "bert") -> None:
         add(f"{name}.weight", rng.standard_normal((n_out, n_in)) / np.sqrt(n_in), kept)
@@ -89,12 +98,14 @@ def write_encoder(
         "attention.layer_norm_epsilon": 1e-5, "attention.head_count": HEADS, "attention.causal": False,
         "vocab_size": N_VOCAB, **VARIANTS[arch], **changed,
     }  # fmt: skip
-    metadata = {f"{arch}.{key}": value for key, value in own.items() if key not in without} | vocabulary()
+    metadata = {f"{arch}.{key}": value for key, value in own.items() if key not in without} | vocabulary(spm)
     put: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     put |= {bool: writer.add_bool, list: writer.add_array}
     for key, value in metadata.items():
         put[type(value)](key, value)
 
+    for name, array in tensors.items():
+        writer.add_tensor(name, array)
     add("token_embd.weight", rng.standard_normal((N_VOCAB, E)))
     if not is_modern:
         writer.add_uint32("tokenizer.ggml.token_type_count", 2)
@@ -118,8 +129,6 @@ def write_encoder(
             "attn_output_norm", "layer_output_norm",
         ):  # fmt: skip
             norm(at + name)
-    for name in biases:
-        add(name, np.zeros(E))
     if is_modern:
         norm("output_norm")
     if own["pooling_type"] == RERANKER["pooling_type"]:
