@@ -50,7 +50,7 @@ class RecurrentOps(OpBase):
             x: Inputs, ne `[head_dim, n_head, n_tokens, n_seqs]`.
             dt: Contiguous time steps, ne `[n_head, n_tokens, n_seqs]`.
             A: Contiguous decays, ne `[d_state, n_head]` or `[1, n_head]`.
-            B: ne `[d_state, n_group, n_tokens, n_seqs]`.
+            B: ne `[d_state, n_group, n_tokens, n_seqs]`; the groups divide the heads.
             C: Of the shape of `B`.
             ids: i32, ne `[n_seqs]`: the state that each sequence begins with.
             K: How many of the last states to return, the newest first.
@@ -79,6 +79,8 @@ class RecurrentOps(OpBase):
         _expect(fn, "A", A, (1 if A.ne[0] == 1 else d_state, n_head, 1, 1))
         _expect(fn, "B", B, (d_state, B.ne[1], n_tokens, n_seqs))
         _expect(fn, "C", C, B.ne)
+        if B.ne[1] == 0 or n_head % B.ne[1]:
+            fail_shape(fn, f"B has {B.ne[1]} groups, which must divide the {n_head} heads of x", x, B)
         _expect(fn, "ids", ids, (n_seqs, 1, 1, 1))
         size = x.n_elements + K * d_state * head_dim * n_head * n_seqs
         return self._op(Op.SSM_SCAN, DType.F32, (size, 1, 1, 1), (s, x, dt, A, B, C, ids), {"k": K})
