@@ -78,6 +78,13 @@ def test_sizes_of_nothing_are_refused(read: Reader, kind: str) -> None:
     assert none <= MAY_BE_NONE | own
 
 
+@pytest.mark.parametrize("sections", [[2**31 - 1] * 4, [-1] * 4, [4, 4, 3, 4]])
+def test_parts_of_positions_that_text_lacks_are_refused(read: Reader, sections: list[int]) -> None:
+    with pytest.raises(ModelError, match=r"dimension_sections.*parts without a position"):
+        read("qwen35", {"rope.dimension_sections": np.array(sections, np.int32)})
+    read("qwen35", {"rope.dimension_sections": np.array([6, 5, 5, 0], np.int32)})
+
+
 def test_large_states_have_few_slots(read: Reader) -> None:
     """As many as fit 512 MiB, between the least number and the most; a layer has 2 KiB for each element."""
     found = [n_slots(read("mamba", {"ssm.state_size": n}).recurrents) for n in (16, 1024, 4096, 1 << 15)]

@@ -63,7 +63,8 @@ def _check_positions(keys: Keys) -> None:
     if sections is None:
         raise keys.error("rope.dimension_sections", "it is missing; it must be 4 integers")
     n = sum(sections)
-    if n == 0 or any(i >= 3 * sections[i % 3] for i in range(n)):
+    last = range(max(n - 3, 0), n)  # of each of the three parts, which take turns, if there are so many
+    if n < 1 or any(i >= 3 * sections[i % 3] for i in last):
         raise keys.error(
             "rope.dimension_sections", f"it is {list(sections)}; parts without a position are not supported"
         )
