@@ -55,3 +55,13 @@ def test_a_full_memory_has_no_cell(models: Callable[..., Path]) -> None:
         memory.release(np.array([3]))
         assert memory.take(2, 0) == 3
         assert memory.n_used == 8
+
+
+def test_no_more_tokens_are_copied_than_there_are(models: Callable[..., Path]) -> None:
+    """As after a failed batch, whose cells were released."""
+    with TextModel(models(), ["CPU"], n_ctx=16) as model:
+        memory = model._loaded.memory
+        assert memory.cells is not None
+        for i in range(3):
+            memory.cells.take(1, i)
+        assert (memory.copy(1, 2, 5), memory.length(2)) == (3, 3)

@@ -114,15 +114,18 @@ class SequenceMemory:
     # -- state ---------------------------------------------------------------------------------
 
     def copy(self, source: int, target: int, n: int) -> int:
-        """Copy the first `n` tokens of a sequence into an empty one; return `n`, or 0 if not possible.
+        """Copy the first `n` tokens of a sequence into an empty one; return how many are copied.
 
-        Recurrent states are those after all tokens, so that only whole sequences are copied with them.
+        They are fewer if a failed batch removed some. Recurrent states are those after all tokens, so that
+        only whole sequences are copied with them.
 
         Raises:
             AllocationError: Too little is free.
         """
-        if self.slots is not None and n != self.length(source):
+        n_there = self.length(source)
+        if self.slots is not None and n != n_there:
             return 0
+        n = min(n, n_there)
         state: dict[str, npt.NDArray[Any]] = {"positions": np.arange(n, dtype=np.int32)}
         for part in self.parts:
             state |= part.save(source, n)
