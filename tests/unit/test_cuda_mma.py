@@ -23,6 +23,7 @@ from tests.support.ptx.programs import (
     TURING,
     beside_cpu,
     close,
+    experts_layer,
     fill,
     in_both_orders,
     on_cpu,
@@ -37,7 +38,7 @@ ADA = replace(CARD, n_units=2, capability=89, shared=100 << 10)
 
 def launched(steps: list[Step]) -> Launch:
     """Return the launch of the product."""
-    (found,) = [s for s in steps if isinstance(s, Launch) and s.kernel.name == "mul_mat_mma"]
+    (found,) = [s for s in steps if isinstance(s, Launch) and s.kernel.name.endswith("_mma")]
     return found
 
 
@@ -146,6 +147,72 @@ def test_blocks_share_long_rows(dtype: DType) -> None:
     assert launched(steps).groups == (8, 2, 4)
 
 
+@pytest.mark.parametrize("dtype", sorted(IN_SUB_BLOCKS), ids=str)
+@pytest.mark.parametrize(
+    ("m", "tokens", "target"), [(70, 60, CARD), (150, 170, FEW), (300, 60, ADA)], ids=str
+)
+def test_experts(dtype: DType, m: int, tokens: int, target: Target) -> None:
+    """An expert without tokens, and one with more than its blocks take at a time."""
+    ctx = Context()
+    w, x = ctx.new_tensor(dtype, (768, m, 4)), ctx.new_tensor(DType.F32, (768, 1, tokens))
+    ids = ctx.new_tensor(DType.I32, (2, tokens))
+    chosen = np.random.default_rng(1).choice([0, 3], (tokens, 2))
+    chosen[:-7, 0] = 3
+    steps = beside_cpu(ctx.mul_mat_id(w, x, ids), ctx, lambda: ids.set_array(chosen), target)
+    assert [s.kernel.name for s in steps if isinstance(s, Launch)] == [
+        "sort_pairs", "quantize_q8", "mul_mat_experts_mma",
+    ]  # fmt: skip
+    found = launched(steps)
+    columns = int(dict(found.defines)["COLUMNS"])
+    assert found.groups[2] == 4
+    assert found.groups[0] * columns < (chosen == 3).sum()
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_experts_of_each_slot(slots: int) -> None:
+    """Activations for each slot, rows that end within a tile; pairs without an expert are skipped."""
+    ctx = Context()
+    w, x = ctx.new_tensor(DType.Q4_1, (96, 40, 3)), ctx.new_tensor(DType.F32, (96, slots, 30))
+    ids = ctx.new_tensor(DType.I32, (3, 30))
+    y = ctx.mul_mat_id(w, x, ids)
+    fill(ctx)
+    chosen = np.random.default_rng(2).integers(0, 3, (30, 3), np.int32)
+    ids.set_array(chosen)
+    want = on_cpu(y).copy()
+    chosen[7, 1], chosen[20, 2] = -1, 3
+    ids.set_array(chosen)
+    y.memset(0, 0, y.nbytes)
+    steps = steps_of(y)
+    launched(steps)
+    Runner().run(steps)
+    want[7, 1] = want[20, 2] = 0.0
+    close(y.to_numpy(), want)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_of_experts_with_many_tokens(biased: bool) -> None:
+    names = [s.kernel.name for s in experts_layer(DType.Q8_0, 40, 4, biased=biased) if isinstance(s, Launch)]
+    assert names.count("mul_mat_experts_mma") == 3, "biases are part of the products"
+
+
+def test_experts_of_few_tokens_go_to_dp4a() -> None:
+    """Up to the columns of one pass of it; before Ampere always."""
+    ctx = Context()
+    w, x = ctx.new_tensor(DType.Q4_K, (256, 32, 4)), ctx.new_tensor(DType.F32, (256, 1, 64))
+
+    def name(target: Target, tokens: int) -> str:
+        node = ctx.mul_mat_id(
+            w, ctx.view_3d(x, 256, 1, tokens, 1024, 1024), ctx.new_tensor(DType.I32, (2, tokens))
+        )
+        found = steps_of(node, target)[-1]
+        assert isinstance(found, Launch)
+        return found.kernel.name
+
+    place(ctx)
+    assert [name(CARD, n) for n in (16, 17)] == ["mul_mat_experts_q8", "mul_mat_experts_mma"]
+    assert name(TURING, 64) == "mul_mat_experts_q8"
+
+
 def test_what_computes_a_product_hangs_on_the_card_and_the_columns() -> None:
     ctx = Context()
     w, f = (ctx.new_tensor(dtype, (512, 64)) for dtype in (DType.Q4_K, DType.F16))
@@ -184,6 +251,11 @@ def test_tiles_fit_a_multiprocessor(capability: int, dtype: DType) -> None:
             assert found.stages >= 2
             assert found.columns % 16 == 0
             assert found.columns * -(-n // found.columns) < n + 16 * -(-n // found.columns)
+        for n_pairs in (300, 1000, 4096, 30000):
+            found = tile(target, a, n_pairs, n_experts=32)
+            assert (found.shared + 12 * found.columns + 1024) * found.blocks <= shared
+            assert found.stages >= 2
+            assert found.splits == 1
     assert tile(target, Mem.of(ctx.new_tensor(dtype, (4096, 1024))), 16).rows == MMA_ROWS[-1]
 
 

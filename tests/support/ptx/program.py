@@ -138,7 +138,14 @@ class Program:
         self._ends = {SHARED: GAP, LOCAL: GAP}
         self._values: list[Any] = []
         self._dynamic: str | None = None
-        for word, align, bits, name, n, initial in _VARIABLE.findall(text):
+
+        def is_dynamic(name: str) -> bool:
+            return re.search(rf"\.extern\s[^;]*\s{re.escape(name)}\[\]", text) is not None
+
+        # Dynamic shared memory comes after all other.
+        for word, align, bits, name, n, initial in sorted(
+            _VARIABLE.findall(text), key=lambda found: is_dynamic(found[3])
+        ):
             space, size = SPACES[word], int(bits) // 8
             nbytes = size * int(n or 1)
             if space in (GLOBAL, CONST):
@@ -150,7 +157,7 @@ class Program:
                 begin = _up(self._ends[space], max(int(align or 1), 16))
                 self._ends[space] = begin + nbytes + GAP
             self._symbols[name] = begin
-            if re.search(rf"\.extern\s[^;]*\s{re.escape(name)}\[\]", text):
+            if is_dynamic(name):
                 self._dynamic = name
             else:
                 self._variables.append(

@@ -125,7 +125,7 @@ def argmax(n: int) -> list[Step]:
     return beside_cpu(ctx.argmax(ctx.new_tensor(DType.F32, (n, 3))), ctx, own=False)
 
 
-def experts(dtype: DType, slots: int, tokens: int, own: bool) -> list[Step]:
+def experts(dtype: DType, slots: int, tokens: int, own: bool, target: Target = CARD) -> list[Step]:
     """A product with one of three matrices for each row; most rows meet the first, but not the first row."""
     ctx = Context()
     w, x = ctx.new_tensor(dtype, (96, 70, 3)), ctx.new_tensor(DType.F32, (96, slots, tokens))
@@ -133,7 +133,7 @@ def experts(dtype: DType, slots: int, tokens: int, own: bool) -> list[Step]:
     chosen = np.random.default_rng(3).integers(0, 3, ids.shape)
     chosen[: tokens * 3 // 4] = 0
     chosen[-1], chosen[0, 0] = 2, 1
-    return beside_cpu(ctx.mul_mat_id(w, x, ids), ctx, lambda: ids.set_array(chosen), own=own)
+    return beside_cpu(ctx.mul_mat_id(w, x, ids), ctx, lambda: ids.set_array(chosen), target, own=own)
 
 
 def fused(
@@ -336,7 +336,7 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "q4_0, gated": partial(gated, DType.Q4_0, 256 * 9, 7, 2),
     "f16, gated": partial(gated, DType.F16, 1320, 13, 1),
     "q4_0, experts": partial(experts, DType.Q4_0, 1, 3, True),
-    "q4_0, sorted experts": partial(experts, DType.Q4_0, 1, 60, True),
+    "q4_0, sorted experts": partial(experts, DType.Q4_0, 1, 60, True, TURING),
     "q8_0, a layer of experts": partial(experts_layer, DType.Q8_0, 3, 8),
     "q4_0, a layer of sorted experts": partial(experts_layer, DType.Q4_0, 10, 3),
     "f16, a layer of experts": partial(experts_layer, DType.F16, 2, 8, is_sorted=True, div=False),
@@ -361,6 +361,7 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "q4_0, by cuBLAS": partial(product, DType.Q4_0, 256, 19, 40, TURING, 4),
     "q4_0, by tensor cores, tile after tile": partial(product, DType.Q4_0, 256 * 4, 40, 40, FEW),
     "q4_1, by tensor cores, a part of a tile": partial(product, DType.Q4_1, 256 + 96, 150, 70, FEW),
+    "q4_1, experts by tensor cores": partial(experts, DType.Q4_1, 1, 60, True),
     "q6_k, by tensor cores, batches": partial(product, DType.Q6_K, 256 * 3, 70, 12, CARD, 4),
     **{
         f"attention, {shape}, {kv.name.lower()}": partial(attention, shape, kv)

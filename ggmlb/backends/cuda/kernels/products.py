@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from enum import Enum
@@ -237,40 +238,66 @@ class Tile(NamedTuple):
         return 2 if self.columns == 16 else 1
 
 
-def tile(target: Target, a: Tensor | Mem, n: int, n_matrices: int = 1) -> Tile:
-    """Return the tile of a product with `n` columns that takes least time, of those that fit shared memory.
+def tile(target: Target, a: Tensor | Mem, n: int, n_matrices: int = 1, n_experts: int = 0) -> Tile:
+    """Return the tile of a product that takes least time, of those that fit shared memory.
 
     Estimated in cycles by the kernels' instructions (docs/cuda.md). Blocks that wait for a processor count
     as much as the first ones. More than one split must be worth the launch that adds their sums.
+
+    Args:
+        target: The card.
+        a: The weights.
+        n: Columns of each product, or pairs of token and expert.
+        n_matrices: Products with these weights.
+        n_experts: Matrices of which each pair is multiplied by one; 0: it is a product of all columns.
     """
     most = MMA_COLUMNS // 2 if a.dtype in GRIDS_IN_HALVES else MMA_COLUMNS
-    columns = 16 * -(-n // (16 * -(-n // most)))
+    if n_experts:
+        n_tiles = {columns: _tiles_of_experts(n, n_experts, columns) for columns in range(16, most + 1, 16)}
+    else:
+        columns = 16 * -(-n // (16 * -(-n // most)))
+        n_tiles = {columns: -(-n // columns) * n_matrices}
     nbytes, k_tiles = a.dtype.type_size * 256 // a.dtype.block_size, -(-a.ne[0] // 256)
     is_skewed = nbytes % 16 != 0 or _align(a)["ALIGN"] < 16
     row = 16 * (-(-(nbytes + 15 * is_skewed) // 16) | 1)
     halves, mins = 1 + (a.dtype in IN_HALVES), a.dtype in WITH_MINS
     found: list[tuple[float, Tile]] = []
-    for rows in MMA_ROWS:
+    for (columns, n_each), rows in itertools.product(n_tiles.items(), MMA_ROWS):
         stage = rows * row + columns * (17 + 4) * 16
         made = 32 * (halves * (rows + mins * (rows + 8 + columns + 8)) + columns) + 16
         one = Tile(rows, columns, 1, 0, 0)
         warps_k = MMA_WG // 32 * 16 * one.sets // rows
-        stages = min((target.shared // one.blocks - 1024 - made) // stage, MOST_STAGES)
+        lists = 12 * columns if n_experts else 0  # where an expert's columns are read and written
+        stages = min((target.shared // one.blocks - 1024 - lists - made) // stage, MOST_STAGES)
         if stages < 2:
             continue
         shared = max(stages * stage + made, 4 * (warps_k - 1) * rows * columns)
-        n_blocks = -(-a.ne[1] // rows) * -(-n // columns) * n_matrices
+        n_blocks = -(-a.ne[1] // rows) * n_each
         for splits in (1, 2, 4, 8):
             per_split = -(-k_tiles // splits)
-            if splits > 1 and per_split * (splits - 1) >= k_tiles:
+            if splits > 1 and (n_experts or per_split * (splits - 1) >= k_tiles):
                 break
-            waves = -(-n_blocks * splits // target.n_units)
+            waves = math.ceil(n_blocks * splits / target.n_units)
             cycles = waves * per_split * (rows + ROWS_BESIDE) * (4 + columns / 6)
             if splits > 1:
                 sums = splits * n * n_matrices * a.ne[1] / target.n_units
                 cycles = 1.2 * (cycles + CYCLES_OF_LAUNCH + CYCLES_OF_SUM * sums)
             found.append((cycles, one._replace(splits=splits, stages=stages, shared=shared)))
     return min(found)[1]
+
+
+def _tiles_of_experts(n_pairs: int, n_experts: int, columns: int) -> float:
+    """Return the tiles of columns of all experts, if each has from 0 to twice the mean of pairs, evenly."""
+    most = 2 * n_pairs / n_experts
+    whole = int(most / columns)
+    return n_experts * (whole + 1) * (most - columns * whole / 2) / most
+
+
+def _mma_flags(a: Mem, t: Tile) -> dict[str, str | int]:
+    return {
+        "ROWS": t.rows, "COLUMNS": t.columns, "SETS_16": t.sets, "STAGES": t.stages, "SHARED": t.shared,
+        "BLOCKS_PER_SM": t.blocks, "WITH_MINS": int(a.dtype in WITH_MINS), **_align(a),
+    }  # fmt: skip
 
 
 def _by_mma(
@@ -280,11 +307,7 @@ def _by_mma(
     n, n_matrices = b.ne[1], b.ne[2] * b.ne[3]
     forms, activations, _ = _activations(b, n)
     t = tile(target, a, n, n_matrices)
-    flags: dict[str, str | int] = {
-        "ROWS": t.rows, "COLUMNS": t.columns, "SETS_16": t.sets, "STAGES": t.stages, "SPLITS": t.splits,
-        "BLOCKS_PER_SM": t.blocks, "SHARED": t.shared, "WITH_MINS": int(a.dtype in WITH_MINS),
-        "ONE_MATRIX": int(n_matrices == 1),
-    }  # fmt: skip
+    flags = _mma_flags(a, t) | {"SPLITS": t.splits, "ONE_MATRIX": int(n_matrices == 1)}
     added = {"ADDED": 1} if bias is not None else {}
     whole, found = (a.ne[1], n, n_matrices, t.splits), kernels(PACKAGE)
     parts = Scratch(4 * math.prod(whole)).mem(DType.F32, whole) if t.splits > 1 else d
@@ -297,7 +320,7 @@ def _by_mma(
     else:
         last = []
         flags.update(added)
-    made = launch(found["mul_mat_mma"], [*mems, *numbers], groups, MMA_WG, **flags, **_align(a))
+    made = launch(found["mul_mat_mma"], [*mems, *numbers], groups, MMA_WG, **flags)
     return [*forms, replace(made, shared=t.shared), *last]
 
 
@@ -391,12 +414,24 @@ def _rows_of_experts(node: Tensor, target: Target) -> str | None:
             return "rows that are no vectors of 16 bytes"
         if expert_tiles(target, node) is not None:
             return "columns enough for tiles of floating-point weights"
+    if _experts_by_mma(node, target):
+        return too_many_groups(target, -(-a.ne[1] // MMA_ROWS[-1]), a.ne[2])
     return too_many_groups(target, *(_expert_grid(node) or ids.ne)[:2])
 
 
 def _rows_of_all_experts(group: Group, target: Target) -> str | None:
+    if "glu" in group and any(_experts_by_mma(product.node, target) for product in group.products):
+        return "many columns"
     found = [_rows_of_experts(product.node, target) for product in group.products]
     return next(filter(None, found), None)
+
+
+def _experts_by_mma(node: Tensor, target: Target) -> bool:
+    """Whether int8 tensor cores multiply: with more pairs per expert than one pass of dp4a takes."""
+    a, ids = node.operand(0), node.operand(2)
+    if a.dtype not in IN_SUB_BLOCKS or target.capability < MMA:
+        return False
+    return ids.ne[0] * ids.ne[1] > FEW_COLUMNS * a.ne[2]
 
 
 def _expert_grid(node: Tensor) -> tuple[int, int, int] | None:
@@ -433,30 +468,35 @@ def _experts(
         also["GLU"] = f"glu_{glu.op.name.lower()}"
     ends = [Mem.of(ids), BadIndex(node, a.ne[2]).mem, d]
     if a.dtype not in IN_SUB_BLOCKS:
-        x, _, flags = _shape(target, a, 1, slots * tokens, 512 // a.dtype.type_size)
+        x, _, split = _shape(target, a, 1, slots * tokens, 512 // a.dtype.type_size)
         mems = [*mine, Mem.of(b), *ends]
-        return [_kernel("mul_mat_id_vec16", mems, numbers, (x, slots, tokens), **flags, **also)]
-    experts = _expert_grid(node)
-    if experts is None:
+        return [_kernel("mul_mat_id_vec16", mems, numbers, (x, slots, tokens), **split, **also)]
+    flags: dict[str, str | int]
+    grid_of_experts = _expert_grid(node)
+    if grid_of_experts is None:
         forms, activations, fused = _activations(b, 1)
-        x, _, flags = _shape(target, a, 1, slots * tokens, TILE)
+        x, _, split = _shape(target, a, 1, slots * tokens, TILE)
         mems = [*mine, *activations, *ends]
-        flags |= _align(*weights) | fused
-        grid = x, slots, tokens
-        return [*forms, _kernel("mul_mat_id_q8", mems, (b.ne[1], *numbers), grid, **flags, **also)]
-    y, n_experts, columns = experts
+        flags = split | _align(*weights) | fused | also
+        return [*forms, _kernel("mul_mat_id_q8", mems, (b.ne[1], *numbers), (x, slots, tokens), **flags)]
+    y, n_experts, columns = grid_of_experts
     pairs = Scratch(4 * slots * tokens).mem(DType.I32, (slots * tokens, 1, 1, 1))
     firsts = Scratch(4 * n_experts + 4).mem(DType.I32, (n_experts + 1, 1, 1, 1))
     sort = _kernel("sort_pairs", [*ends[:2], pairs, firsts], (), (n_experts, 1, 1))
     forms, activations, fused = _activations(b, 0)
-    x, _, flags = _shape(target, a, columns, y * n_experts, TILE)
-    flags |= _align(*weights) | fused | {"LISTED": 1}
-    mems, grid = [*mine, *activations, pairs, firsts, d], (x, y, n_experts)
-    return [
-        PreparedOperand(ids, f"pairs of {n_experts}", [sort], (pairs, firsts)),
-        *forms,
-        _kernel("mul_mat_experts_q8", mems, (slots, b.ne[1], *numbers), grid, **flags, **also),
-    ]
+    forms.insert(0, PreparedOperand(ids, f"pairs of {n_experts}", [sort], (pairs, firsts)))
+    read = [*activations, pairs, firsts, d]
+    if _experts_by_mma(node, target):
+        t = tile(target, a, slots * tokens, n_experts=n_experts)
+        y = min(-(-2 * slots * tokens // (t.columns * n_experts)), -(-slots * tokens // t.columns))
+        grid = y, -(-a.ne[1] // t.rows), n_experts
+        kernel, flags = kernels(PACKAGE)["mul_mat_experts_mma"], _mma_flags(weights[0], t) | also
+        made = launch(kernel, [*mine[:2], *read, slots, b.ne[1]], grid, MMA_WG, **flags)
+        return [*forms, replace(made, shared=t.shared)]
+    x, _, split = _shape(target, a, columns, y * n_experts, TILE)
+    flags = split | _align(*weights) | fused | {"LISTED": 1} | also
+    counts, grid = (slots, b.ne[1]), (x, y, n_experts)
+    return [*forms, _kernel("mul_mat_experts_q8", [*mine, *read], (*counts, *numbers), grid, **flags)]
 
 
 # -- many columns, by cuBLAS -----------------------------------------------------------------------
