@@ -471,14 +471,13 @@ def _experts(
         x, _, split = _shape(target, a, 1, slots * tokens, 512 // a.dtype.type_size)
         mems = [*mine, Mem.of(b), *ends]
         return [_kernel("mul_mat_id_vec16", mems, numbers, (x, slots, tokens), **split, **also)]
-    flags: dict[str, str | int]
     grid_of_experts = _expert_grid(node)
     if grid_of_experts is None:
         forms, activations, fused = _activations(b, 1)
         x, _, split = _shape(target, a, 1, slots * tokens, TILE)
         mems = [*mine, *activations, *ends]
-        flags = split | _align(*weights) | fused | also
-        return [*forms, _kernel("mul_mat_id_q8", mems, (b.ne[1], *numbers), (x, slots, tokens), **flags)]
+        also |= split | _align(*weights) | fused
+        return [*forms, _kernel("mul_mat_id_q8", mems, (b.ne[1], *numbers), (x, slots, tokens), **also)]
     y, n_experts, columns = grid_of_experts
     pairs = Scratch(4 * slots * tokens).mem(DType.I32, (slots * tokens, 1, 1, 1))
     firsts = Scratch(4 * n_experts + 4).mem(DType.I32, (n_experts + 1, 1, 1, 1))
@@ -490,13 +489,13 @@ def _experts(
         t = tile(target, a, slots * tokens, n_experts=n_experts)
         y = min(-(-2 * slots * tokens // (t.columns * n_experts)), -(-slots * tokens // t.columns))
         grid = y, -(-a.ne[1] // t.rows), n_experts
-        kernel, flags = kernels(PACKAGE)["mul_mat_experts_mma"], _mma_flags(weights[0], t) | also
-        made = launch(kernel, [*mine[:2], *read, slots, b.ne[1]], grid, MMA_WG, **flags)
+        kernel, also = kernels(PACKAGE)["mul_mat_experts_mma"], _mma_flags(weights[0], t) | also
+        made = launch(kernel, [*mine[:2], *read, slots, b.ne[1]], grid, MMA_WG, **also)
         return [*forms, replace(made, shared=t.shared)]
     x, _, split = _shape(target, a, columns, y * n_experts, TILE)
-    flags = split | _align(*weights) | fused | {"LISTED": 1} | also
+    also |= split | _align(*weights) | fused | {"LISTED": 1}
     counts, grid = (slots, b.ne[1]), (x, y, n_experts)
-    return [*forms, _kernel("mul_mat_experts_q8", [*mine, *read], (*counts, *numbers), grid, **flags)]
+    return [*forms, _kernel("mul_mat_experts_q8", [*mine, *read], (*counts, *numbers), grid, **also)]
 
 
 # -- many columns, by cuBLAS -----------------------------------------------------------------------
