@@ -7,6 +7,7 @@ leading extents of 1 are dropped: ne `[4, 1]` is a vector of 4.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
 Index = int | slice | None | Any
 """A whole number, a slice, `...` or `None` (a new axis); or a tuple of them."""
 
+Axes = int | tuple[int, ...] | None
+"""Axes in NumPy's order, negative ones from the last; `None` for all."""
+
 Elementwise = Callable[["Context", "Tensor", "Tensor"], "Tensor"]
 WithNumber = Callable[["Context", "Tensor", float], "Tensor"]
 
 
 class Operators:
-    """Base class of `Tensor`, with `+`, `-`, `*`, `/`, `@`, indexing, `T`, `reshape` and `len`.
+    """Base class of `Tensor`, with NumPy's arithmetic, `<`, `>`, indexing, `transpose`, `sum` and `mean`.
 
     A result belongs to the context of its operands.
 
@@ -101,7 +105,91 @@ class Operators:
             return ctx.mul_mat(b.operand(0), a)
         return ctx.mul_mat(ctx.cont(ctx.transpose(b)), a)
 
+    def __pow__(self, exponent: Any) -> Tensor:
+        """Return a power by `Context.sqr`, `sqrt`, `mul` and `div`.
+
+        Raises:
+            ArgumentError: The exponent is neither a whole number from -16 to 16 nor 0.5 or -0.5.
+        """
+        a = _tensor(self)
+        ctx = _context("**", a)
+        if isinstance(exponent, Real):
+            x = float(exponent)
+            if abs(x) == 0.5:
+                return ctx.sqrt(a) if x > 0 else 1 / ctx.sqrt(a)
+            if x.is_integer() and abs(x) <= 16:
+                return _power(ctx, a, int(x)) if x >= 0 else 1 / _power(ctx, a, int(-x))
+        raise ArgumentError(
+            f"{a.describe()} ** {exponent}: give a whole number from -16 to 16, 0.5 or -0.5; for another "
+            "power of positive values, use ctx.exp(ctx.log(a) * exponent)"
+        )
+
+    def __rpow__(self, base: Any) -> NoReturn:
+        """Refuse, because ggml has no such op."""
+        raise ArgumentError(
+            f"{base} ** {_tensor(self).describe()}: ggml has no op for it; use ctx.exp(a * math.log(base))"
+        )
+
+    # -- comparisons: `==` stays identity ------------------------------------------------------
+
+    def __gt__(self, other: Any) -> Tensor:
+        """Return 1 where greater, else 0, as `Context.step` of the difference."""
+        difference = _binary(self, ">", other, lambda c, a, b: c.sub(a, b), lambda c, a, x: _plus(c, a, -x))
+        return _context(">", difference).step(difference)
+
+    def __lt__(self, other: Any) -> Tensor:
+        """Return 1 where less, else 0, as `Context.step` of the difference."""
+        if isinstance(other, Operators):
+            return other > self
+        difference = _binary(self, "<", other, None, lambda c, a, x: c.scale_bias(a, -1.0, x))
+        return _context("<", difference).step(difference)
+
+    def __ge__(self, other: Any) -> NoReturn:
+        """Refuse, because ggml has no such op."""
+        raise ArgumentError(f"{_tensor(self).describe()} >= b: ggml has no op for it; use 1 - (a < b) (step)")
+
+    def __le__(self, other: Any) -> NoReturn:
+        """Refuse, because ggml has no such op."""
+        raise ArgumentError(f"{_tensor(self).describe()} <= b: ggml has no op for it; use 1 - (a > b) (step)")
+
+    # -- sums ----------------------------------------------------------------------------------
+
+    def sum(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Return sums over axes, or of all elements, as `Context.sum` or `sum_rows`.
+
+        Axes other than the last ones are brought there by a copy.
+
+        Raises:
+            BoundsError: There is no such axis.
+            ArgumentError: An axis is no whole number, or is given twice.
+        """
+        return _reduced(_tensor(self), "sum", axis, keepdims, lambda c, a: c.sum_rows(a))
+
+    def mean(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Return means over axes, or of all elements, as `Context.mean`: f32; otherwise as `sum`."""
+        return _reduced(_tensor(self), "mean", axis, keepdims, lambda c, a: c.mean(a))
+
     # -- shape ---------------------------------------------------------------------------------
+
+    def transpose(self, *axes: int | tuple[int, ...]) -> Tensor:
+        """Return a view with the axes in another order (`Context.permute`); without `axes`, as `T`.
+
+        Raises:
+            BoundsError: There is no such axis.
+            ArgumentError: An axis is missing, given twice, or no whole number.
+        """
+        a = _tensor(self)
+        if not axes:
+            return self.T
+        order = _axes(a, "transpose", axes[0] if len(axes) == 1 else axes)
+        n = a.n_dims
+        if len(order) != n:
+            raise ArgumentError(f"transpose of {a.describe()}: the axes are {axes}; give each of {n} once")
+        places = [0, 1, 2, 3]
+        for place, axis in enumerate(order):
+            places[n - 1 - axis] = n - 1 - place
+        ctx = _context("transpose", a)
+        return ctx.transpose(a) if places == [1, 0, 2, 3] else ctx.permute(a, *places)
 
     @property
     def T(self) -> Tensor:
@@ -237,6 +325,53 @@ def _over_number(ctx: Context, a: Tensor, divisor: float) -> Tensor:
     if divisor == 0:
         raise ArgumentError(f"{a.describe()} / 0: give another number")
     return ctx.scale(a, 1.0 / divisor)
+
+
+def _plus(ctx: Context, a: Tensor, x: float) -> Tensor:
+    return ctx.scale_bias(a, 1.0, x)
+
+
+def _power(ctx: Context, a: Tensor, n: int) -> Tensor:
+    if n < 2:
+        return a if n else ctx.fill(a, 1.0)
+    square = ctx.sqr(a) if n < 4 else ctx.sqr(_power(ctx, a, n // 2))
+    return ctx.mul(square, a) if n % 2 else square
+
+
+def _axes(a: Tensor, name: str, axes: Any) -> list[int]:
+    found = []
+    for axis in axes if isinstance(axes, tuple) else (axes,):
+        try:
+            i = index(axis)
+        except TypeError:
+            raise ArgumentError(f"{name} of {a.describe()}: axis {axis!r}; give whole numbers") from None
+        if not -a.n_dims <= i < a.n_dims:
+            raise BoundsError(f"{name} of {a.describe()}: axis {i}; there are {a.n_dims}, of {a.shape}")
+        found.append(i % a.n_dims)
+    if len(set(found)) < len(found):
+        raise ArgumentError(f"{name} of {a.describe()}: the axes are {axes}; give each only once")
+    return found
+
+
+def _reduced(
+    a: Tensor, name: str, axis: Axes, keepdims: bool, by_row: Callable[[Context, Tensor], Tensor]
+) -> Tensor:
+    """Bring the axes to the end, reduce them as one row, and restore the shape."""
+    ctx = _context(name, a)
+    shape, n = a.shape, a.n_dims
+    axes = list(range(n)) if axis is None else sorted(_axes(a, name, axis))
+    if not axes:
+        return a
+    kept = [i for i in range(n) if i not in axes]
+    rows = a if kept + axes == list(range(n)) else a.transpose(tuple(kept + axes))
+    outer = [shape[i] for i in kept]
+    if name == "sum" and not kept:
+        result = ctx.sum(a if a.is_contiguous() else ctx.cont(a))
+    else:
+        result = by_row(ctx, rows.reshape(*outer, prod(shape[i] for i in axes)))
+    return result.reshape(
+        tuple(1 if i in axes else e for i, e in enumerate(shape)) if keepdims else tuple(outer)
+    )
 
 
 # -- indices ---

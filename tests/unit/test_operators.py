@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,12 @@ def evaluated(tensor: Tensor) -> np.ndarray:
         lambda a, m, w, c, v: a[1:3, :, ::2],
         lambda a, m, w, c, v: a[..., None, 1] + a[:, :, :1],
         lambda a, m, w, c, v: np.float32(len(a)) + v,
+        lambda a, m, w, c, v: a**2 + a**3 - a**7 + a**0 * a**1,
+        lambda a, m, w, c, v: v**0.5 + v**-0.5 + v**-2,
+        lambda a, m, w, c, v: (a > 0.5) + (m < v) * 2.0,
+        lambda a, m, w, c, v: (a < 0.5) * (c < m) * 1.0,
+        lambda a, m, w, c, v: a.transpose(1, 2, 0) + a.transpose((-2, -1, 0)),
+        lambda a, m, w, c, v: a.transpose() + a.T,
     ],
 )
 def test_as_numpy(expression: Callable[..., Any]) -> None:
@@ -60,6 +67,35 @@ def test_as_numpy(expression: Callable[..., Any]) -> None:
     found = evaluated(expression(*map(ctx.from_array, (A, M, W, COLUMN, V))))
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["CPU", "LLVM"])
+@pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 6), (2, 3, 4, 5)])
+def test_sums_and_means_as_numpy(shape: tuple[int, ...], device: str) -> None:
+    values = RNG.standard_normal(shape).astype(np.float32)
+    n = len(shape)
+    subsets = [axes for k in range(n + 1) for axes in itertools.combinations(range(n), k)]
+    ctx, expected, tensors = Context(), [], []
+    a = ctx.from_array(values)
+    for axis in [None, -1, *subsets]:
+        for keepdims in (False, True):
+            for name in ("sum", "mean"):
+                tensors.append(getattr(a, name)(axis=axis, keepdims=keepdims))
+                expected.append(getattr(values, name)(axis=axis, keepdims=keepdims))
+    expected.append(values.T.sum(0))
+    tensors.append(a.T.sum(0))
+    for y, found, want in zip(tensors, evaluate(tensors, devices=device), expected, strict=True):
+        dropped = want.reshape(-1) if want.size == 1 else want
+        while dropped.ndim > 1 and dropped.shape[0] == 1:
+            dropped = dropped[0]
+        assert y.shape == dropped.shape
+        np.testing.assert_allclose(found, dropped, rtol=1e-5, atol=1e-5)
+
+
+def test_equality_stays_identity() -> None:
+    ctx = Context()
+    a, b = ctx.from_array(M), ctx.from_array(M)
+    assert a == a and (a != b) is True and len({a, b, a}) == 2
 
 
 @given(st.data())
@@ -95,6 +131,7 @@ def test_a_product_with_a_transposed_weight_copies_nothing() -> None:
     x, w = ctx.new_tensor("f32", (6, 4)), ctx.new_tensor("q8_0", (64, 5))
     y = ctx.new_tensor("f32", (64, 4)) @ w.T
     assert y.op is ggmlb.Op.MUL_MAT and y.src[0] is w
+    assert (ctx.new_tensor("f32", (64, 4)) @ w.transpose(1, 0)).src[0] is w
     with pytest.raises(ShapeError, match=r"shapes \(4, 6\) and \(5, 64\) do not fit"):
         x @ w
 
@@ -115,6 +152,17 @@ def test_a_product_with_a_transposed_weight_copies_nothing() -> None:
         (lambda a: a[[0, 1]], ArgumentError, "use Context.get_rows"),
         (lambda a: a[None, None], ShapeError, "has 5 axes"),
         (lambda a: list(a), ArgumentError, "iteration over"),
+        (lambda a: a**1.5, ArgumentError, r"use ctx.exp\(ctx.log\(a\) \* exponent\)"),
+        (lambda a: a**a, ArgumentError, "give a whole number from -16 to 16"),
+        (lambda a: 2**a, ArgumentError, r"use ctx.exp\(a \* math.log\(base\)\)"),
+        (lambda a: a >= 1, ArgumentError, r"use 1 - \(a < b\)"),
+        (lambda a: a <= 1, ArgumentError, r"use 1 - \(a > b\)"),
+        (lambda a: a > "x", ArgumentError, "str is neither"),
+        (lambda a: a < "x", ArgumentError, "str is neither"),
+        (lambda a: a.sum(3), BoundsError, "axis 3; there are 3"),
+        (lambda a: a.mean((0, -3)), ArgumentError, "give each only once"),
+        (lambda a: a.sum(0.5), ArgumentError, "give whole numbers"),
+        (lambda a: a.transpose(0, 1), ArgumentError, "give each of 3 once"),
         (lambda a: 0.5 in a, ArgumentError, "iteration over"),
         (
             lambda a: a + Context().from_array(A),
