@@ -12,6 +12,7 @@ from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from ggmlb.core.arguments import checked
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import ArgumentError, BoundsError, GraphError, ShapeError
 
@@ -154,6 +155,7 @@ class Operators:
 
     # -- sums ----------------------------------------------------------------------------------
 
+    @checked
     def sum(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
         """Return sums over axes, or of all elements, as `Context.sum` or `sum_rows`.
 
@@ -165,6 +167,7 @@ class Operators:
         """
         return _reduced(_tensor(self), "sum", axis, keepdims, lambda c, a: c.sum_rows(a))
 
+    @checked
     def mean(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
         """Return means over axes, or of all elements, as `Context.mean`: f32; otherwise as `sum`."""
         return _reduced(_tensor(self), "mean", axis, keepdims, lambda c, a: c.mean(a))
