@@ -10,7 +10,7 @@ from threading import Event
 import numpy as np
 import pytest
 
-from ggmlb import ArgumentError, FreedError
+from ggmlb import ArgumentError, BackendError, FreedError
 from ggmlb.models import TextModel
 from ggmlb.models.text.decoder import Token
 
@@ -107,6 +107,24 @@ def test_a_failing_callback_fails_its_own_job_only(models: Callable[..., Path]) 
         with pytest.raises(KeyError, match="of the callback"):
             bad.wait(60)
         assert len(queue.submit([1, 7], max_tokens=3, ignore_eos=True).wait(60).tokens) == 3
+
+
+def test_a_device_that_fails_twice_ends_its_jobs_only(
+    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails, and so does the end of its sequences; later jobs are computed."""
+
+    def fail(*_: object) -> None:
+        raise BackendError("no device")
+
+    with TextModel(models(), ["CPU"], n_ctx=128, kv_type="f32") as model, model.queue() as queue:
+        with monkeypatch.context() as patch:
+            patch.setattr(model._engine, "step", fail)
+            patch.setattr(model._engine.memory, "remove", fail)
+            for _ in range(2):
+                with pytest.raises(BackendError, match="no device"):
+                    queue.submit(SHARED, max_tokens=2).wait(60)
+        assert len(queue.submit(SHARED, max_tokens=2, ignore_eos=True).wait(60).tokens) == 2
 
 
 def test_finished_sequences_make_room_for_a_single_job(models: Callable[..., Path]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Condition, Event, Thread
 from typing import TYPE_CHECKING
 
 from ggmlb.core.arguments import checked_methods
-from ggmlb.core.errors import AllocationError, FreedError
+from ggmlb.core.errors import AllocationError, Error, FreedError
 from ggmlb.models.text.decoder import N_OUT, Floats
 from ggmlb.models.text.generation import Engine, Generation, Request, n_equal
 from ggmlb.models.text.sampling import Options, OptionValues, changed
@@ -328,7 +329,8 @@ class JobQueue:
         for job in list(self._active):
             job.error = error
             job.request.end("error")
-            self._free(job.request.sequence)
+            with suppress(Error):  # the device that failed may fail again: `error` is told
+                self._free(job.request.sequence)
             with self._changed:
                 self._active.remove(job)
             job.notify()
