@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from ggmlb.models import Generation, TextModel
@@ -53,6 +54,16 @@ def tool_calls(text: str, names: Sequence[str]) -> tuple[str, list[dict[str, Any
     return (rest.strip() if found else text), found
 
 
+def before_call(text: str, start: int) -> int:
+    """Return where a tool call begins in a text, from `start` on, or what may become the mark of one."""
+    n = len(text)
+    for mark in CALL_MARKS[:2]:
+        ends = (k for k in range(min(len(mark) - 1, n - start), 0, -1) if text.endswith(mark[:k]))
+        at = text.find(mark, start)
+        n = min(n, len(text) - next(ends, 0), at if at >= 0 else n)
+    return n
+
+
 def message(result: Generation, names: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Return a chat's message, and its `finish_reason`."""
     text, calls = tool_calls(result.text, names) if names else (result.text, [])
@@ -62,33 +73,44 @@ def message(result: Generation, names: Sequence[str]) -> tuple[dict[str, Any], s
     return found, "tool_calls" if calls else REASONS.get(result.stopped_by, "stop")
 
 
-def chat_logprobs(model: TextModel, result: Generation, first: int, end: int) -> dict[str, Any] | None:
-    """Return log-probabilities of a chat's tokens `first` to `end`; `None` if none were asked for."""
-    if not result.logprobs:
+def chat_logprobs(
+    model: TextModel, result: Generation, n_top: int | None, first: int, end: int
+) -> dict[str, Any] | None:
+    """Return log-probabilities of a chat's tokens `first` to `end`, with `n_top` likeliest; `None`: none."""
+    if n_top is None:
         return None
     content = []
     for token, (ids, logs) in zip(result.tokens[first:end], result.logprobs[first:end], strict=True):
-        best = [_logprob(model, i, log) for i, log in zip(ids, logs, strict=True)]
-        own = dict(zip(ids, logs, strict=True)).get(token, -9999.0)
-        content.append({**_logprob(model, token, own), "top_logprobs": best})
+        best = [_logprob(model, i, log) for i, log in zip(ids[:n_top], logs[:n_top], strict=True)]
+        content.append({**_logprob(model, token, _own(token, ids, logs)), "top_logprobs": best})
     return {"content": content}
 
 
-def text_logprobs(model: TextModel, result: Generation) -> dict[str, Any] | None:
-    """Return the log-probabilities of a completion's tokens; `None` if none were asked for."""
-    if not result.logprobs:
+def text_logprobs(
+    model: TextModel, result: Generation, n_top: int | None, first: int, end: int, offset: int
+) -> dict[str, Any] | None:
+    """As `chat_logprobs`, of a completion's tokens; the first one begins at the character `offset`."""
+    if n_top is None:
         return None
-    texts = [model.vocabulary.decode([token], special=True) for token in result.tokens]
-    best = [
-        {model.vocabulary.decode([i], special=True): log for i, log in zip(ids, logs, strict=True)}
-        for ids, logs in result.logprobs
-    ]
-    own = [
-        dict(zip(ids, logs, strict=True)).get(token, -9999.0)
-        for token, (ids, logs) in zip(result.tokens, result.logprobs, strict=True)
-    ]
-    offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
-    return {"tokens": texts, "token_logprobs": own, "top_logprobs": best, "text_offset": offsets}
+
+    def text(token: int) -> str:
+        return model.vocabulary.decode([token], special=True)
+
+    tokens, logprobs = result.tokens[first:end], result.logprobs[first:end]
+    texts = [text(token) for token in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [_own(token, *found) for token, found in zip(tokens, logprobs, strict=True)],
+        "top_logprobs": [
+            {text(i): log for i, log in zip(ids[:n_top], logs[:n_top], strict=True)} for ids, logs in logprobs
+        ],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset))[: len(texts)],
+    }
+
+
+def _own(token: int, ids: Sequence[int], logs: Sequence[float]) -> float:
+    """Return the log-probability of a token; OpenAI's -9999 if it is not among the likeliest."""
+    return dict(zip(ids, logs, strict=True)).get(token, -9999.0)
 
 
 def _logprob(model: TextModel, token: int, log: float) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class Asked:
         has_usage: Whether a stream ends with the numbers of tokens.
         echo: Texts that precede the answers.
         tools: Names of the functions that the model may call.
-        opening: Beginning of the answer that is part of the prompt: of a call that must be made.
+        must_call: Whether the answer must be a call.
+        n_top: Likeliest tokens that are sent with each token's log-probability; `None`: neither is sent.
     """
 
     prompts: list[list[int]]
@@ -57,7 +58,8 @@ class Asked:
     has_usage: bool = False
     echo: list[str] = field(default_factory=list)
     tools: tuple[str, ...] = ()
-    opening: str = ""
+    must_call: bool = False
+    n_top: int | None = None
 
 
 def _typed(body: JSON, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
@@ -71,18 +73,27 @@ def _typed(body: JSON, name: str, kind: type | tuple[type, ...], default: Any) -
     return value
 
 
-def _count(body: JSON, name: str, default: int, most: int) -> int:
+def _count(body: JSON, name: str, default: int, most: int, least: int = 0) -> int:
     value: int = _typed(body, name, int, default)
-    if not 0 <= value <= most:
-        raise ArgumentError(f"{name} is {value}; give 0 to {most}")
+    if not least <= value <= most:
+        raise ArgumentError(f"{name} is {value}; give {least} to {most}")
     return value
+
+
+def _real(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name} has a number beyond those of floating point; give another") from None
 
 
 def _options(body: JSON, **changes: Any) -> Options:
     given: dict[str, Any] = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    for name in SAMPLING[:12]:
-        if name != "top_k" and isinstance(given.get(name), int):
-            given[name] = float(given[name])
+    for name in SAMPLING[:13]:
+        if isinstance(given.get(name), bool):
+            raise ArgumentError(f"{name} is {given[name]}; give a number")
+        if name not in ("top_k", "mirostat") and isinstance(given.get(name), int):
+            given[name] = _real(name, given[name])
     given.setdefault("seed", secrets.randbits(63))
     stop = body.get("stop") or ()
     stops = (stop,) if isinstance(stop, str) else stop
@@ -93,7 +104,7 @@ def _options(body: JSON, **changes: Any) -> Options:
     most = _typed(body, "max_completion_tokens", int, _typed(body, "max_tokens", int, None))
     biases = _typed(body, "logit_bias", Mapping, {})
     try:
-        bias = {int(token): max(float(value), -1e9) for token, value in biases.items()}
+        bias = {int(token): max(_real("logit_bias", value), -1e9) for token, value in biases.items()}
     except (TypeError, ValueError):
         raise ArgumentError("logit_bias must give a number for each token number") from None
     form = _typed(body, "response_format", Mapping, {})
@@ -121,11 +132,9 @@ def _options(body: JSON, **changes: Any) -> Options:
 
 def _common(body: JSON, options: Options, prompts: list[list[int]]) -> Asked:
     stream_options = _typed(body, "stream_options", Mapping, {})
-    n = _count(body, "n", 1, MAX_CHOICES)
-    return Asked(
-        prompts, options, max(n, 1), is_streamed=_typed(body, "stream", bool, False),
-        has_usage=bool(stream_options.get("include_usage")),
-    )  # fmt: skip
+    n, is_streamed = _count(body, "n", 1, MAX_CHOICES, 1), _typed(body, "stream", bool, False)
+    has_usage = bool(stream_options.get("include_usage"))
+    return Asked(prompts, options, n, is_streamed=is_streamed, has_usage=has_usage)
 
 
 def completion(body: JSON, model: TextModel) -> Asked:
@@ -142,9 +151,10 @@ def completion(body: JSON, model: TextModel) -> Asked:
     for one in many:
         if not isinstance(one, (str, list)):
             raise ArgumentError(f"prompt has {kind_of(one)}; give texts or lists of token numbers")
-    logprobs = _count(body, "logprobs", 0, MAX_LOGPROBS)
+    n_top = None if body.get("logprobs") is None else _count(body, "logprobs", 0, MAX_LOGPROBS)
     tokens = [model.tokens_of(one) for one in many]
-    asked = _common(body, _options(body, logprobs=logprobs), tokens)
+    asked = _common(body, _options(body, logprobs=0 if n_top is None else MAX_LOGPROBS), tokens)
+    asked.n_top = n_top
     if _typed(body, "echo", bool, False):
         asked.echo = [one if isinstance(one, str) else model.vocabulary.decode(one) for one in many]
     return asked
@@ -182,17 +192,20 @@ def chat(body: JSON, model: TextModel) -> Asked:
         if wanted not in names:
             raise ArgumentError(f"tool_choice names {wanted!r}; the tools are {', '.join(names) or 'none'}")
         tools = [tool for tool in tools if tool["name"] == wanted]
+    elif choice not in ("auto", "none", "required"):
+        raise ArgumentError(f"tool_choice is {choice!r}; give auto, none, required, or name a function")
     must = isinstance(choice, Mapping) or choice == "required"
     if must:
         if not names:
             raise ArgumentError("tool_choice asks for a call, but there are no tools")
         changes["json_schema"] = {"anyOf": [_call_schema(tool) for tool in tools]}
-    n_logprobs = _count(body, "top_logprobs", 0, MAX_LOGPROBS)
+    n_top = _count(body, "top_logprobs", 0, MAX_LOGPROBS)
     wants = _typed(body, "logprobs", bool, False)
-    options = _options(body, logprobs=max(n_logprobs, 1) if wants else 0, **changes)
+    options = _options(body, logprobs=MAX_LOGPROBS if wants else 0, **changes)
     tokens = model.vocabulary.encode(text, add_special=False)
     asked = _common(body, options, [model.tokens_of(tokens)])
-    asked.is_chat, asked.tools, asked.opening = True, names, "<tool_call>" if must else ""
+    asked.is_chat, asked.tools, asked.must_call = True, names, must
+    asked.n_top = n_top if wants else None
     return asked
 
 

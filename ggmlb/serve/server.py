@@ -345,22 +345,25 @@ class _Run:
         for job in self._jobs:
             if job.error is not None:
                 raise job.error
+            if job.result.stopped_by == "cancelled":
+                raise FreedError("the server is being stopped")
         choices = [self._choice(i, job.result) for i, job in enumerate(self._jobs)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        n_reused = sum(job.n_reused for job in self._jobs)
+        n_reused = sum(job.n_reused for job in self._jobs[:: self._asked.n])  # of each prompt once
         return answers.usage([job.result for job in self._jobs], self._asked.prompts, n_reused)
 
     def _choice(self, i: int, result: Generation) -> dict[str, Any]:
         asked = self._asked
         if asked.is_chat:
             message, reason = answers.message(result, asked.tools)
-            logs = answers.chat_logprobs(self._model, result, 0, len(result.tokens))
+            logs = answers.chat_logprobs(self._model, result, asked.n_top, 0, len(result.tokens))
             return {"index": i, "message": message, "logprobs": logs, "finish_reason": reason}
         text = (asked.echo[i // asked.n] if asked.echo else "") + result.text
         reason = answers.REASONS.get(result.stopped_by, "stop")
-        logprobs = answers.text_logprobs(self._model, result)
+        offset = len(text) - len(result.text)
+        logprobs = answers.text_logprobs(self._model, result, asked.n_top, 0, len(result.tokens), offset)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     async def stream(self, n: int) -> AsyncIterator[bytes]:
@@ -373,8 +376,11 @@ class _Run:
             while n_left:
                 number, piece, is_done = await self._pieces.get()
                 n_left -= is_done
-                if is_done and (failed := self._jobs[number].error) is not None:
-                    yield _event(answers.error(str(failed), "server_error"))
+                job = self._jobs[number]
+                if is_done and (job.error is not None or job.result.stopped_by == "cancelled"):
+                    yield _event(
+                        answers.error(str(job.error or "the server is being stopped"), "server_error")
+                    )
                     return
                 for found in streams[number].take(piece, is_done):
                     yield self._event(found)
@@ -407,35 +413,45 @@ class _Choice:
         asked = self._asked
         if not asked.is_chat:
             text, self._echo = self._echo + piece, ""
+            offset, self._n_sent = self._n_sent + len(text) - len(piece), self._n_sent + len(text)
             reason = answers.REASONS.get(self._result.stopped_by, "stop") if is_done else None
-            return [{"index": self._index, "text": text, "logprobs": None, "finish_reason": reason}]
+            logs = answers.text_logprobs(self._model, self._result, asked.n_top, *self._new_tokens(), offset)
+            return [{"index": self._index, "text": text, "logprobs": logs, "finish_reason": reason}]
         found = []
         end = self._text_end() if not is_done else len(self._text)
         message, reason = answers.message(self._result, asked.tools) if is_done else ({}, "")
         calls = message.get("tool_calls", [])
+        text = self._text[self._n_sent : end]
         if calls:
-            end = self._n_sent
-        if end > self._n_sent:
-            found.append(self.delta({"content": self._text[self._n_sent : end]}))
-            self._n_sent = end
+            text = answers.tool_calls(text, asked.tools)[0]
+        if text:
+            found.append(self.delta({"content": text}))
+        self._n_sent = max(self._n_sent, end)
         if calls:
             found.append(self.delta({"tool_calls": [{"index": i, **c} for i, c in enumerate(calls)]}))
         if is_done:
             found.append({**self.delta({}), "finish_reason": reason})
-        if found and asked.options.logprobs:
-            first, self._n_logprobs = self._n_logprobs, len(self._result.tokens)
-            found[0]["logprobs"] = answers.chat_logprobs(self._model, self._result, first, self._n_logprobs)
+        if found and asked.n_top is not None:
+            new = self._new_tokens()
+            found[0]["logprobs"] = answers.chat_logprobs(self._model, self._result, asked.n_top, *new)
         return found
+
+    def _new_tokens(self) -> tuple[int, int]:
+        """Return the range of tokens whose log-probabilities are sent now; the queue may be adding more."""
+        n = min(len(self._result.tokens), len(self._result.logprobs))
+        first, self._n_logprobs = self._n_logprobs, n
+        return first, n
 
     def _text_end(self) -> int:
         """Return the length of the text that can be sent now."""
         if not self._asked.tools:
             return len(self._text)
         start = self._text.lstrip()
-        if self._asked.opening or any(start.startswith(m) or m.startswith(start) for m in answers.CALL_MARKS):
+        if self._asked.must_call or any(
+            start.startswith(m) or m.startswith(start) for m in answers.CALL_MARKS
+        ):
             return 0
-        marks = [at for mark in answers.CALL_MARKS[:2] if (at := self._text.find(mark[0], self._n_sent)) >= 0]
-        return min(marks, default=len(self._text))
+        return answers.before_call(self._text, self._n_sent)
 
     def delta(self, change: dict[str, Any]) -> dict[str, Any]:
         """Return an object of the stream with a change of the message."""

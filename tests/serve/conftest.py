@@ -58,14 +58,14 @@ class Served:
         is_json = (answer.getheader("content-type") or "").startswith("application/json")
         return answer.status, json.loads(text) if is_json else text
 
-    def metric(self, name: str) -> float:
-        text: str = self.call("/metrics")[1]
+    def metric(self, name: str, headers: Mapping[str, str] | None = None) -> float:
+        text: str = self.call("/metrics", headers=headers)[1]
         return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"ggmlb_{name} "))
 
-    def wait_for_metric(self, name: str, value: float) -> None:
+    def wait_for_metric(self, name: str, value: float, headers: Mapping[str, str] | None = None) -> None:
         end = time.monotonic() + 60
-        while self.metric(name) != value:
-            assert time.monotonic() < end, f"{name} is {self.metric(name)}, not {value}"
+        while (found := self.metric(name, headers)) != value:
+            assert time.monotonic() < end, f"{name} is {found}, not {value}"
             time.sleep(0.05)
 
     def stop(self) -> int:

@@ -86,6 +86,12 @@ def test_openai_streams_and_asks_for_forms_tools_and_embeddings(served: Served) 
     )
     assert [choice.index for choice in text.choices] == [0, 1, 2, 3]
     assert all("\n" not in choice.text and choice.logprobs.token_logprobs for choice in text.choices)
+    given = {"model": model.id, "prompt": "One, two,", "max_tokens": 5, "temperature": 0, "logprobs": 1}
+    whole = client.completions.create(**given).choices[0].logprobs
+    parts = [part.choices[0].logprobs for part in client.completions.create(**given, stream=True)]
+    for name in ("tokens", "text_offset", "top_logprobs"):
+        assert [x for part in parts for x in getattr(part, name)] == getattr(whole, name)
+    assert whole.token_logprobs == [max(best.values()) for best in whole.top_logprobs]
     only = client.completions.create(model=model.id, prompt="One", max_tokens=3, logit_bias={"30": 1e6})
     assert only.usage.completion_tokens == 3 and len(set(only.choices[0].text)) <= 2
     with pytest.raises(openai.BadRequestError, match="n_ctx is 2048") as caught:

@@ -50,6 +50,21 @@ def post(served: Served, body: Any, length: int | None = None) -> socket.socket:
         (TEXT, b'{"prompt": "a", "grammar": "root ::= ("}', 400, "grammar"),
         (TEXT, b'{"prompt": "a", "json_schema": {"type": "no"}}', 400, "json_schema"),
         (TEXT, b'{"prompt": "a", "response_format": {"type": "x"}}', 400, "response_format"),
+        (TEXT, b'{"prompt": "a", "temperature": 1%s}' % (b"0" * 400), 400, "temperature has a number beyond"),
+        (
+            TEXT,
+            b'{"prompt": "a", "logit_bias": {"5": 1%s}}' % (b"0" * 400),
+            400,
+            "logit_bias must give a number",
+        ),
+        (TEXT, b'{"prompt": "a", "top_p": true}', 400, "top_p is True"),
+        (TEXT, b'{"prompt": "a", "n": 0}', 400, "n is 0"),
+        (
+            CHAT,
+            b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "foo"}',
+            400,
+            "tool_choice is 'foo'",
+        ),
         ("/v1/embeddings", b'{"input": []}', 400, "the prompt is empty"),
         (TEXT, b" " * (9 << 20), 413, "more than 8,388,608 bytes"),
     ],
@@ -105,19 +120,17 @@ def test_a_key_and_a_full_queue_and_the_end() -> None:
     assert served.call("/metrics")[0] == 401 and served.call(TEXT, SHORT, key)[0] == 200
     assert served.call(TEXT, {"prompt": "a" * 3000}, key)[0] == 413
     assert served.call(TEXT, {**SHORT, "n": 3}, key)[0] == 429
-    begun = threading.Event()
     results = []
 
     def ask() -> None:
         body = {"prompt": "One", "ignore_eos": True, "max_tokens": 150}
-        begun.set()
         results.append(served.call(TEXT, body, key))
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while served.call(TEXT, SHORT, key)[0] != 429:  # both are under way
-        pass
+    served.wait_for_metric("answers_running", 2, key)
+    assert served.call(TEXT, SHORT, key)[0] == 429
     served.process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join(90)

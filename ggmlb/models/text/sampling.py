@@ -164,6 +164,9 @@ class Sampler:
         self._options = options
         self._grammar = grammar
         self.surprise_limit = 2 * options.mirostat_tau
+        biases = options.logit_bias or {}
+        self._biased = np.fromiter(biases, np.int64, len(biases))
+        self._biases = np.fromiter(biases.values(), np.float32, len(biases))
         self._random = np.random.Generator(np.random.PCG64(options.seed))
 
     def __call__(self, logits: Floats, tokens: Sequence[int]) -> int:
@@ -182,9 +185,9 @@ class Sampler:
         penalises = (s.repeat_penalty, s.frequency_penalty, s.presence_penalty) != (1, 0, 0)
         if s.logit_bias or self._grammar is not None or penalises:
             logits = logits.copy()
-        for token, bias in (s.logit_bias or {}).items():
-            if token < logits.size:
-                logits[token] += bias
+        if s.logit_bias:
+            known = self._biased < logits.size
+            logits[self._biased[known]] += self._biases[known]
         if self._grammar is not None:
             logits = self._grammar(tokens, logits)
         if penalises and s.repeat_last and not s.mirostat:
@@ -227,8 +230,8 @@ class Sampler:
     def _surprising(self, logits: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """As `candidates`, for Mirostat 1 or 2."""
         ids, kept = _sorted(logits, logits[np.isfinite(logits)].min())
-        kept = (kept - kept[0]) / np.float32(self._options.temperature)
-        odds = np.exp(kept.astype(np.float64))
+        kept = (kept - kept[0]).astype(np.float64) / self._options.temperature
+        odds = np.exp(kept)
         if self._options.mirostat == 2:
             n = int(np.count_nonzero(-np.log2(odds / odds.sum()) <= self.surprise_limit))
             return ids[: max(n, 1)], odds[: max(n, 1)]
