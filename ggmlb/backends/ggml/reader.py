@@ -249,7 +249,7 @@ class Reader:
                 place(c, node)
             if node.op in NO_OPS and not self._can_use(node):  # a view of another backend's tensor
                 continue
-            is_packed = bool(node.src) and node.src[0] is not None and self._is_packed(node.src[0])
+            is_packed = any(s is not None and self._is_packed(s) for s in node.src)
             by_cpu = why is not None or (is_packed and self._device.declines(node) is not None)
             if not groups or by_cpu or groups[-1][0]:
                 groups.append((by_cpu, []))
