@@ -142,7 +142,7 @@ def hot(architecture: str = "sm_90") -> dict[str, Variant]:
         for n in (1, 2, 8) if dtype in common else ():
             for launch in _fused(dtype, n, target):
                 _add(found, f"{launch.kernel.name} {dtype.name.lower()}, {_told(launch)}", launch)
-        for n in (1, 16, 64) if dtype in common else ():
+        for n in (1, 16, 64, 512) if dtype in common else (512,) if dtype in IN_SUB_BLOCKS else ():
             for launch in _experts(dtype, n, target):
                 what = f", {_told(launch)}" if "COLUMNS" in dict(launch.defines) else ""
                 _add(

@@ -512,6 +512,22 @@ def test_dynamic_shared_memory_is_as_long_as_the_launch_says() -> None:
         launched(program, out, shared_nbytes=124)
 
 
+@pytest.mark.parametrize("declared", [("s", "own"), ("own", "s")])
+def test_dynamic_shared_memory_comes_after_all_other(declared: tuple[str, str]) -> None:
+    """In whatever order a text declares them, writes to all bytes of it leave the other alone."""
+    texts = {"s": ".extern .shared .align 16 .b8 s[];", "own": ".shared .align 16 .b8 own[128];"}
+    out = np.zeros(32, np.int32)
+    address = "mov.u32 %w1, {}; mad.lo.u32 %w1, %t, 4, %w1;"
+    program = kernel(
+        f"{address.format('own')} st.shared.u32 [%w1], %t; bar.sync 0; mov.u32 %w3, 7; {address.format('s')}"
+        + "".join(f"st.shared.u32 [%w1+{at}], %w3;" for at in range(0, 1024, 128))
+        + f"bar.sync 0; {address.format('own')} ld.shared.u32 %w2, [%w1]; {store('4', '%w2', 0)}",
+        1, "".join(texts[name] for name in declared),
+    )  # fmt: skip
+    launched(program, out, shared_nbytes=1024)
+    assert (out == LANES).all()
+
+
 UNWRITTEN = "writes what comes from memory that nothing has written"
 
 # What a thread does that it must not.

@@ -59,6 +59,9 @@ MMA_ROWS = (128, 64, 32, 16)
 MMA_COLUMNS = 64
 """Most columns of a block of `mul_mat_mma`, limited by registers."""
 
+MMA_COLUMNS_OF_EXPERT = 48
+"""The same where blocks loop over an expert's columns."""
+
 MMA_WG = 256
 MOST_STAGES = 6
 ROWS_BESIDE = 32
@@ -69,6 +72,9 @@ CYCLES_OF_LAUNCH, CYCLES_OF_SUM = 4000, 0.3
 
 GRIDS_IN_HALVES = frozenset({DType.IQ2_XS, DType.IQ2_S, DType.IQ1_M})
 """Those of `IN_HALVES` whose quants are entries of tables: with 64 columns, registers spill."""
+
+SPILLING_EXPERTS = GRIDS_IN_HALVES | {DType.Q5_K}
+"""Types of which blocks of 128 rows by 16 columns of an expert spill registers."""
 
 IN_HALVES = frozenset({DType.Q2_K, DType.Q3_K, DType.Q6_K}) | GRIDS_IN_HALVES
 """Types with two scales per sub-block of 32 elements."""
@@ -251,7 +257,9 @@ def tile(target: Target, a: Tensor | Mem, n: int, n_matrices: int = 1, n_experts
         n_matrices: Products with these weights.
         n_experts: Matrices of which each pair is multiplied by one; 0: it is a product of all columns.
     """
-    most = MMA_COLUMNS // 2 if a.dtype in GRIDS_IN_HALVES else MMA_COLUMNS
+    most = MMA_COLUMNS_OF_EXPERT if n_experts else MMA_COLUMNS
+    if a.dtype in GRIDS_IN_HALVES:
+        most = MMA_COLUMNS // 2
     if n_experts:
         n_tiles = {columns: _tiles_of_experts(n, n_experts, columns) for columns in range(16, most + 1, 16)}
     else:
@@ -263,11 +271,13 @@ def tile(target: Target, a: Tensor | Mem, n: int, n_matrices: int = 1, n_experts
     halves, mins = 1 + (a.dtype in IN_HALVES), a.dtype in WITH_MINS
     found: list[tuple[float, Tile]] = []
     for (columns, n_each), rows in itertools.product(n_tiles.items(), MMA_ROWS):
+        if n_experts and columns == 16 and rows > 64 and a.dtype in SPILLING_EXPERTS:
+            continue
         stage = rows * row + columns * (17 + 4) * 16
         made = 32 * (halves * (rows + mins * (rows + 8 + columns + 8)) + columns) + 16
         one = Tile(rows, columns, 1, 0, 0)
         warps_k = MMA_WG // 32 * 16 * one.sets // rows
-        lists = 12 * columns if n_experts else 0  # where an expert's columns are read and written
+        lists = 8 * columns if n_experts else 0  # where an expert's columns are read and written
         stages = min((target.shared // one.blocks - 1024 - lists - made) // stage, MOST_STAGES)
         if stages < 2:
             continue
