@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ggmlb
+from ggmlb import Context, DType
 from ggmlb.backends.ggml import abi
 from ggmlb.backends.ggml.find import libraries
-from ggmlb.backends.ggml.library import probe
-from ggmlb.backends.ggml.reader import KnownGraphs, NodeRun
+from ggmlb.backends.ggml.library import GgmlLibrary, operands, probe
+from ggmlb.backends.ggml.reader import CTensor, KnownGraphs, NodeRun, Reader
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 from tests.support.processes import python
 from tests.support.text_models import write_text_model
 
@@ -204,6 +209,69 @@ assert tokens[0] == tokens[1]
 """,
         model,
     )
+
+
+READERS: dict[str, tuple[tuple[int, ...], Callable[[Context, Tensor, Tensor, Tensor], Tensor]]] = {
+    "mul_mat": ((32, 3), lambda c, w, x, ids: c.mul_mat(w, x)),
+    "get_rows": ((1,), lambda c, w, x, ids: c.get_rows(w, c.reshape_1d(ids, 6))),
+    "add": ((32, 32), lambda c, w, x, ids: c.add(x, w)),
+    "add_id": ((32, 2, 3), lambda c, w, x, ids: c.add_id(x, w, ids)),
+    "ssm_conv": ((35, 32, 2), lambda c, w, x, ids: c.ssm_conv(x, w)),
+    "concat": ((32, 5), lambda c, w, x, ids: c.concat(x, w, 1)),
+    "cpy": ((32, 32), lambda c, w, x, ids: c.cpy(x, w)),
+}
+"""Ne of `x`, and an op that reads or writes a weight `w`, of ne `[32, 32]`."""
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "op"),
+    [*(("LLVM", DType.F32, op) for op in READERS), ("OpenCL0", DType.Q8_0, "cpy")],
+)
+def test_the_cpu_computes_nodes_that_cannot_use_a_packed_weight(
+    device: str, dtype: DType, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device not in [each.name for each in ggmlb.devices()]:
+        pytest.skip(f"{device} is missing")
+    owner: Any = ggmlb.device_by_name(device)
+    packed = owner.extra_bufts[0] if owner.extra_bufts else owner.packed_buffer_type
+    monkeypatch.setattr(type(owner), "extra_bufts", (packed,))  # OpenCL lists none on processors
+    found = next(each for each in libraries() if each.origin.startswith("xllamacpp"))
+    library, rng = GgmlLibrary(found, "ggml:", probe(found)), np.random.default_rng(0)
+    shape, make = READERS[op]
+    weights, ctx = Context(), Context()
+    w, x = weights.new_tensor(dtype, (32, 32)), ctx.new_tensor(dtype, shape)
+    ids = ctx.new_tensor(DType.I32, (2, 3))
+    node = make(ctx, w, x, ids)
+    values = {
+        w: rng.standard_normal(w.shape),
+        x: rng.standard_normal(x.shape),
+        ids: rng.integers(0, 32, (3, 2)),
+    }
+    read = {s.view_src or s for s in node.sources}
+    expected = ggmlb.evaluate(node, {t: array for t, array in values.items() if t in read}, "CPU")
+    tensors = [w, x, ids, *(s for s in node.sources if s.view_src), node]
+    memory = library.room(len(tensors))
+    base, size = ctypes.addressof(memory), library.tensor_size
+    address: dict[Tensor | None, int] = {t: base + i * size for i, t in enumerate(tensors)}
+    for i, t in enumerate(tensors):
+        links = (address.get(t.view_src, 0), t.view_offs, operands(t, address))
+        library.pack(memory, i, t, (0, 0, 0), links)
+
+    def place(c: CTensor, tensor: Tensor) -> None:
+        placed = tensors[(c.address - base) // size]
+        tensor.buffer, tensor.offset = placed.buffer, placed.offset
+
+    with (
+        alloc_ctx_tensors(weights, packed), alloc_ctx_tensors(ctx, owner.buffer_type),
+        owner.init_backend() as stream, ggmlb.device_by_name("CPU").init_backend() as cpu,
+    ):  # fmt: skip
+        for tensor, array in values.items():
+            tensor.set_array(array.astype(np.int32 if tensor is ids else np.float32))
+        (run,), _ = Reader(library, owner, place).graph([address[node]])
+        assert run.by_cpu == (op != "mul_mat")
+        assert run.compute(stream, cpu if run.by_cpu else None) == ggmlb.Status.SUCCESS
+        stream.synchronize()
+        np.testing.assert_allclose(node.to_numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_graph_that_changes_each_time_displaces_no_other() -> None:
