@@ -113,9 +113,9 @@ def check_product(
         assert "combine" not in at_once
 
 
-@pytest.mark.parametrize(("asked", "prec"), [("0", 0), ("1", 0), ("1", 10)])
+@pytest.mark.parametrize(("asked", "prec", "src"), [("0", 0, 0), ("1", 0, 0), ("1", 10, 0), ("1", 0, 10)])
 def test_products_of_f32_use_tf32_only_where_that_is_asked(
-    device: CudaDevice, asked: str, prec: int, monkeypatch: pytest.MonkeyPatch
+    device: CudaDevice, asked: str, prec: int, src: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within the bound of docs/cuda.md; products of few columns, and precise ones, are those of f32."""
     monkeypatch.setenv("GGMLB_CUDA_TF32", asked)
@@ -123,7 +123,7 @@ def test_products_of_f32_use_tf32_only_where_that_is_asked(
     rng = np.random.default_rng(1)
     ctx = Context()
     w, many, few = (ctx.new_tensor(DType.F32, (300, n)) for n in (37, 20, 2))
-    products = [ctx.mul_mat_set_prec(ctx.mul_mat(w, x), prec) for x in (many, few)]
+    products = [ctx.prec_set_src(ctx.mul_mat_set_prec(ctx.mul_mat(w, x), prec), src, 1) for x in (many, few)]
     with fresh.init_backend() as stream, alloc_ctx_tensors(ctx, stream):
         for t in (w, many, few):
             t.set(rng.standard_normal(t.shape, np.float32))
@@ -131,7 +131,7 @@ def test_products_of_f32_use_tf32_only_where_that_is_asked(
         exact = [x.to_numpy().astype("f8") @ w.to_numpy().T.astype("f8") for x in (many, few)]
         most = np.abs(many.to_numpy()) @ np.abs(w.to_numpy().T)
         errors = [np.abs(y.to_numpy() - want) for y, want in zip(products, exact, strict=True)]
-    is_rounded = asked == "1" and not prec and device.facts.capability >= 80
+    is_rounded = asked == "1" and not prec and not src and device.facts.capability >= 80
     assert (errors[0] < 2.0**-9 * most).all()
     assert (errors[0].max() > 1e-4) == is_rounded
     assert errors[1].max() < 1e-4

@@ -548,7 +548,8 @@ def _by_blas(target: Target, node: Tensor, d: Mem, forms: dict[DType, Mem]) -> l
         made, mem_b = _converted(target, b, kind)
         forms[kind] = mem_b
         steps.append(PreparedOperand(b, kind.name, [made], (mem_b,)))
-    return [*steps, *gemms(mem_a, mem_b, d, tf32=target.tf32 and kind is DType.F32 and not is_precise)]
+    may_round = target.tf32 and not is_precise and node.params.get("prec_src1") != Prec.F32
+    return [*steps, *gemms(mem_a, mem_b, d, tf32=may_round and kind is DType.F32)]
 
 
 def _converted(target: Target, t: Tensor, kind: DType) -> tuple[Launch, Mem]:
