@@ -285,6 +285,8 @@ def test_products(ctx: Maker) -> None:
     assert found(ctx.geglu_split(*both)) == [("gate", "gate_add", "up", "up_add", "glu")]
     other = ctx.mul_mat(v, ctx.f32(32, 3))
     assert found(ctx.swiglu_split(ctx.mul_mat(w, x), other)) == []
+    for prec, groups_of in (("default", [("mul_mat", "add")]), ("f32", [])):
+        assert found(ctx.add(ctx.prec_set_src(ctx.mul_mat(w, x), prec, 1), bias)) == groups_of
 
 
 def test_the_last_node_has_the_choice(ctx: Maker) -> None:

@@ -602,7 +602,7 @@ class _Finder:
             is_found = self._find_heads(node, parts, views)
         else:
             is_found = self._find(pattern.last, node, parts, views)
-        if not is_found or any(["prec_src1" in node.params for node in parts.values()]):
+        if not is_found or any([node.params.get("prec_src1") for node in parts.values()]):
             return None  # a product with a precision of its operand is computed alone
         group = Group(pattern.name, parts, tuple(dict.fromkeys(views)))
         if pattern.name in _COUNTED:

@@ -225,11 +225,9 @@ def keeps_operand(node: Tensor) -> str | None:
     if least == Prec.DEFAULT or node.sources[0].dtype is DType.F32:
         return None
     made = _CONVERTED.get(node.sources[0].dtype, Prec.Q8)
-    return (
-        f"src1 is converted to {made.name}, prec_set_src asks for {Prec(least).name}"
-        if least < made
-        else None
-    )
+    if least >= made:
+        return None
+    return f"src1 is converted to {made.name}, prec_set_src asks for {Prec(least).name}"
 
 
 def has_elements(node: Tensor) -> str | None:
