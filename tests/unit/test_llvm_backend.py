@@ -602,3 +602,10 @@ def test_products_of_more_matrices_than_chunks_can_be_counted_are_declined(op: s
     few, many = (getattr(ctx, op)(a, ctx.new_tensor(F32, (4, 4, 1 << 18, n))) for n in (2, 4))
     assert DEVICE.declines(few) is None
     assert DEVICE.declines(many) == "a product of 1048576 matrices: at most 524288"
+
+
+@pytest.mark.parametrize(("dtype", "is_converted"), [("F16", False), ("BF16", False), ("Q8_0", True)])
+def test_only_products_of_blocks_convert_activations(dtype: str, is_converted: bool) -> None:
+    ctx = Context()
+    product = ctx.mul_mat(ctx.new_tensor(DType[dtype], (64, 32)), ctx.new_tensor(F32, (64, 4)))
+    assert (DEVICE.declines(ctx.prec_set_src(product, "f32", 1)) is not None) == is_converted

@@ -51,9 +51,15 @@ NO_EPILOGUE = tiles.Epilogue()
 
 Kernel = Callable[..., None]
 
-_PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT), keeps_operand
 
 # -- products --------------------------------------------------------------------------------------
+
+
+def _keeps_operand(node: Tensor) -> str | None:
+    return keeps_operand(node) if node.operand(0).dtype.is_quantized else None  # floats are not converted
+
+
+_PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT), _keeps_operand
 
 
 def _countable(node: Tensor) -> str | None:
