@@ -2,7 +2,7 @@
 
 Its arrays, pointers, errors and constants are CuPy's own; arrays compute nothing. So what else runs on a card
 only is run without: `CupyDriver`, `scripts/test_gpu.py`, `benchmarks/gpu.py`, each in a process that has
-`played/` first on its path. docs/cuda.md says why CuPy does not run over a libcuda.so.1 of ours.
+`played/` first on its path. docs/cuda.md says why NVIDIA's runtime does not run over a libcuda.so.1 of ours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""CupyDriver: the driver interface over CuPy, and over libcuda for streams, events and graphs.
+"""CupyDriver: the driver interface over NVIDIA's driver (libcuda) and runtime.
 
-libcuda is called by ctypes: 0.2 us a call, as by NVIDIA's `cuda.bindings`, which would be a dependency.
+Contexts, kernels, streams, events and graphs are calls of libcuda, which tests replace by a library of
+theirs (docs/cuda.md): by `cupy.cuda.driver` where it has them, else by ctypes, 0.2 us a call, as by NVIDIA's
+`cuda.bindings`, which would be a dependency. Memory, copies, peers and properties are calls of the runtime
+(`cupy.cuda.runtime`). Handles and error numbers are the same in both.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def _bound(name: str, *kinds: Any) -> cached_property[Any]:
 
 
 class CupyDriver:
-    """Implementation of `Driver` by CuPy's functions."""
+    """Implementation of `Driver` by CuPy and libcuda."""
 
     errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
 

@@ -75,8 +75,8 @@ class Collective(Protocol):
 class Driver(Protocol):
     """Interface to CUDA, implemented over CuPy and, for tests without a card, in memory.
 
-    Calls must be made inside `on(device)`, except those on devices and on host memory: otherwise CUDA would
-    create a context on device 0. Failures raise one of `errors`.
+    Calls must be made inside `on(device)`, except those on devices and on host memory: else libcuda would
+    refuse them, and the runtime would create a context on device 0. Failures raise one of `errors`.
     """
 
     @property
