@@ -57,9 +57,7 @@ class Operators:
 
     def __sub__(self, other: Any) -> Tensor:
         """Return the difference, as `Context.sub` or `scale_bias`; extents of 1 are repeated."""
-        return _binary(
-            self, "-", other, lambda c, a, b: c.sub(a, b), lambda c, a, x: c.scale_bias(a, 1.0, -x)
-        )
+        return _difference(self, "-", other)
 
     def __rsub__(self, other: Any) -> Tensor:
         """Return a number minus the tensor, as `Context.scale_bias`."""
@@ -135,7 +133,7 @@ class Operators:
 
     def __gt__(self, other: Any) -> Tensor:
         """Return 1 where greater, else 0, as `Context.step` of the difference."""
-        difference = _binary(self, ">", other, lambda c, a, b: c.sub(a, b), lambda c, a, x: _plus(c, a, -x))
+        difference = _difference(self, ">", other)
         return _context(">", difference).step(difference)
 
     def __lt__(self, other: Any) -> Tensor:
@@ -198,14 +196,7 @@ class Operators:
     def T(self) -> Tensor:
         """A view with the axes reversed (`transpose`, `permute`); of a vector, the tensor itself."""
         a = _tensor(self)
-        n = a.n_dims
-        if n == 1:
-            return a
-        ctx = _context("T", a)
-        if n == 2:
-            return ctx.transpose(a)
-        axes = (2, 1, 0, 3) if n == 3 else (3, 2, 1, 0)
-        return ctx.permute(a, *axes)
+        return a if a.n_dims == 1 else self.transpose(tuple(range(a.n_dims))[::-1])
 
     def reshape(self, *shape: int | tuple[int, ...]) -> Tensor:
         """Return the elements in another shape, in NumPy's order; one extent may be -1.
@@ -330,8 +321,8 @@ def _over_number(ctx: Context, a: Tensor, divisor: float) -> Tensor:
     return ctx.scale(a, 1.0 / divisor)
 
 
-def _plus(ctx: Context, a: Tensor, x: float) -> Tensor:
-    return ctx.scale_bias(a, 1.0, x)
+def _difference(self: Operators, symbol: str, other: Any) -> Tensor:
+    return _binary(self, symbol, other, lambda c, a, b: c.sub(a, b), lambda c, a, x: c.scale_bias(a, 1.0, -x))
 
 
 def _power(ctx: Context, a: Tensor, n: int) -> Tensor:
