@@ -20,6 +20,9 @@ from ggmlb.core.quants.grids import grid
 Fields = dict[str, int]
 """Offset of each field in a block [bytes]."""
 
+Read = Callable[[Fields, Emitter, Value], Value]
+"""Reads values of a block: `read(fields, kernel, address)`."""
+
 Number = Callable[[int], Value]
 """Returns the number of an entry among those of two runs; `first` is the first of these in the block."""
 
@@ -41,8 +44,8 @@ class GridFormat(NamedTuple):
     most: int
     entry: int
     numbers: Callable[[Fields, Emitter, Value, int], Number]
-    signs: Callable[[Fields, Emitter, Value], Value]
-    scales: Callable[[Fields, Emitter, Value], Value]
+    signs: Read
+    scales: Read
     adds: bool = False
 
     @property
@@ -149,13 +152,14 @@ def _with_even(signs: Value) -> Value:
     return signs | (((odd ^ (odd >> 1)) & 0x01010101) << 7)
 
 
-def _sevens(words: Value) -> Value:
+def _sevens(read: Read, at: Fields, k: Emitter, p: Value) -> Value:
     """Spread the lowest 28 bits of each word to seven bits of each of its bytes."""
+    words = read(at, k, p)
     spread = [(words << i) & (0x7F << 8 * i) for i in range(4)]
     return _with_even((spread[0] | spread[1]) | (spread[2] | spread[3]))
 
 
-def _iq2_xxs_words(at: Fields, k: Emitter, p: Value) -> Value:
+def _odd_words(at: Fields, k: Emitter, p: Value) -> Value:
     return k.load(vec(I32, 16), p + at["qs"]).shuffle(range(1, 16, 2))
 
 
@@ -192,11 +196,9 @@ def _d(at: Fields, k: Emitter, p: Value) -> Value:
     return from_half(k, k.load(I16, p + at["d"]))
 
 
-def _top_scales(
-    words: Callable[[Fields, Emitter, Value], Value], factor: float, at: Fields, k: Emitter, p: Value
-) -> Value:
+def _top_scales(read: Read, factor: float, at: Fields, k: Emitter, p: Value) -> Value:
     """Four bits above the signs of each run."""
-    return _scaled(k, words(at, k, p) >> 28, _d(at, k, p), factor, 0.5)
+    return _scaled(k, read(at, k, p) >> 28, _d(at, k, p), factor, 0.5)
 
 
 def _nibble_scales(n: int, factor: float, at: Fields, k: Emitter, p: Value) -> Value:
@@ -222,24 +224,15 @@ def _iq1_m_scales(at: Fields, k: Emitter, p: Value) -> Value:
     return _scaled(k, codes, from_half(k, d), 0.25, 0.5)
 
 
-def _even_signs(words: Callable[[Fields, Emitter, Value], Value], at: Fields, k: Emitter, p: Value) -> Value:
-    return _sevens(words(at, k, p))
-
-
 _SIGNS = partial(_words, "signs")
 
 GRIDS: dict[str, GridFormat] = {
     "iq2_xxs": GridFormat(
-        32,
-        43,
-        8,
-        _iq2_xxs_bytes,
-        partial(_even_signs, _iq2_xxs_words),
-        partial(_top_scales, _iq2_xxs_words, 0.25),
+        32, 43, 8, _iq2_xxs_bytes, partial(_sevens, _odd_words), partial(_top_scales, _odd_words, 0.25)
     ),
     "iq2_xs": GridFormat(16, 43, 8, _nines, _iq2_xs_signs, partial(_nibble_scales, 16, 0.25)),
     "iq2_s": GridFormat(16, 43, 8, partial(_with_high, 2), _SIGNS, partial(_nibble_scales, 16, 0.25)),
-    "iq3_xxs": GridFormat(32, 62, 4, _bytes, partial(_even_signs, _SIGNS), partial(_top_scales, _SIGNS, 0.5)),
+    "iq3_xxs": GridFormat(32, 62, 4, _bytes, partial(_sevens, _SIGNS), partial(_top_scales, _SIGNS, 0.5)),
     "iq3_s": GridFormat(32, 15, 4, partial(_with_high, 1), _SIGNS, partial(_nibble_scales, 8, 2.0)),
     "iq1_s": GridFormat(32, 9, 8, _iq1_s_numbers, _iq1_s_signs, _iq1_s_scales, adds=True),
     "iq1_m": GridFormat(16, 9, 8, partial(_with_high, 4), _iq1_m_signs, _iq1_m_scales, adds=True),

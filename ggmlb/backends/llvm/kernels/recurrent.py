@@ -50,7 +50,7 @@ def ssm_conv(k: Emitter, dtypes: Sequence[str]) -> None:
         inside = k.first_lanes(n, n_channels - first)
         with k.loop(0, n_tokens, n) as token:
             mask = k.first_lanes(n, n_tokens - token)
-            sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(n)]
+            sums = [_sum(k) for _ in range(n)]
             with k.loop(0, n_taps) as tap:
                 for channel, slot in zip(channels, sums, strict=True):
                     at = x + sequence * x_nb2 + channel * x_nb1 + (token + tap) * SIZES[src]
