@@ -165,7 +165,7 @@ PART_OF, CELLS, CASES = zip(
 
 MEASURED = Path(tempfile.gettempdir()) / "ggmlb_llvm_ops_{}_{}.json"
 """What was measured so far, by the class of machine and the number of threads."""
-CLOCK = "Times are of the processor, which that work disturbs less."
+CLOCK = "Times are processor times, which other work disturbs less."
 READ_MIB = (64, 512)
 TITLES = {
     "products": "weight of 4096 x 14336",
