@@ -34,12 +34,11 @@ def lines_together(level: Level, known: int) -> int:
     return min(MOST_LINES, MOST_VECTORS * level.lanes // known) // 2 * 2 if known else 1
 
 
-def ssm_conv(k: Emitter, dtypes: Sequence[str]) -> None:
-    """The causal convolution of each channel. `dtypes`: of `y, x, c`.
+def ssm_conv(k: Emitter, out: str, src: str, kernel: str) -> None:
+    """The causal convolution of each channel; `out`, `src` and `kernel` are the types of `y`, `x` and `c`.
 
     Arguments: `y, nb1, nb2, x, nb1, nb2, c, nb1, taps, channels, tokens, sequences`.
     """
-    out, src, kernel = dtypes
     y, y_nb1, y_nb2, x, x_nb1, x_nb2, c, c_nb1, n_taps, n_channels, n_tokens, n_seqs = k.ints(12)
     n = k.level.lanes
     bands = (n_channels + (n - 1)) // n

@@ -27,7 +27,7 @@ def _ssm_conv(node: Tensor, ctx: LoweringContext) -> None:
     )  # fmt: skip
     most = -(-channels // ctx.level.lanes) * n_seqs
     chunks = ctx.chunks(node.n_elements * c.ne[0] * _TAP, most)
-    ctx.launch(recurrent.ssm_conv, ((name(node), name(x), name(c)),), args, chunks)
+    ctx.launch(recurrent.ssm_conv, (name(node), name(x), name(c)), args, chunks)
 
 
 @RULES.rule(Op.SSM_SCAN, operands(*[F32] * 6, I32, out=F32))
@@ -41,19 +41,12 @@ def _ssm_scan(node: Tensor, ctx: LoweringContext) -> None:
         ctx.address(node), ctx.address(node) + 4 * x.n_elements, ctx.address(s), ctx.address(ids), ids.nb[0],
         s.ne[3], *ctx.report, ctx.address(x), *x.nb[2:], ctx.address(times), ctx.address(a),
         *(n for t in (b, c) for n in (ctx.address(t), *t.nb[1:])),
-        width, dim, heads, heads // max(b.ne[1], 1), tokens, n_seqs, node.params["k"], together,
+        width, dim, heads, heads // b.ne[1], tokens, n_seqs, node.params["k"], together,
     )  # fmt: skip
     work = max(x.n_elements, dim * heads * n_seqs) * width * _STATE
     chunks = ctx.chunks(work, -(-heads // together) * n_seqs)
     params = a.ne[0] == 1, recurrent.known_width(ctx.level, width)
     ctx.launch(recurrent.ssm_scan, params, args, chunks)
-
-
-def _contiguous(node: Tensor) -> str | None:
-    for i, t in enumerate(node.sources):
-        if not t.is_contiguous():
-            return f"src{i} is not contiguous: apply cont"
-    return None
 
 
 def _chunks(ctx: LoweringContext, size: int, heads: int, tokens: int, n_seqs: int) -> int:
@@ -62,7 +55,7 @@ def _chunks(ctx: LoweringContext, size: int, heads: int, tokens: int, n_seqs: in
     return ctx.chunks(work, -(-size // recurrent.BLOCK) * heads * n_seqs)
 
 
-@RULES.rule(Op.RWKV_WKV7, operands(*[F32] * 7, out=F32), _contiguous)
+@RULES.rule(Op.RWKV_WKV7, operands(*[F32] * 7, out=F32))
 def _rwkv_wkv7(node: Tensor, ctx: LoweringContext) -> None:
     r, state = node.operand(0), node.operand(6)
     (size, heads), n_seqs = r.ne[:2], state.ne[1]
