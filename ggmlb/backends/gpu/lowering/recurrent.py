@@ -29,14 +29,7 @@ def _ssm_scan(node: Tensor, target: Target) -> list[Launch]:
     return [launch("ssm_scan", [*mems, node.params["k"]], groups, target.wg)]
 
 
-def _contiguous(node: Tensor) -> str | None:
-    for i, t in enumerate(node.sources):
-        if not t.is_contiguous():
-            return f"src{i} is not contiguous: apply cont"
-    return None
-
-
-@RULES.rule((Op.RWKV_WKV6, Op.RWKV_WKV7, Op.GATED_LINEAR_ATTN), all_operands(F32), _contiguous)
+@RULES.rule((Op.RWKV_WKV6, Op.RWKV_WKV7, Op.GATED_LINEAR_ATTN), all_operands(F32))
 def _heads(node: Tensor, target: Target) -> list[Launch]:
     first, state = node.sources[0], node.sources[-1]
     mems = [Mem.of(t) for t in (*node.src, node) if t is not None]
