@@ -59,8 +59,8 @@ def argmax(k: Emitter, src: str) -> None:
 def sort(k: Emitter, src: str, descending: bool, whole: bool) -> None:
     """Write the first indices of the order of each row's elements.
 
-    Arguments: `count` of indices, `size`, a power of two, and its logarithm, scratch for twice `size` 64-bit
-    integers, the scratch per thread [bytes], then `row_loop`'s for `y, x`.
+    Arguments: `count` of indices, `size`, a power of two, and its logarithm, scratch for `size` 64-bit
+    integers, for twice as many unless `whole`, the scratch per thread [bytes], then `row_loop`'s for `y, x`.
 
     Args:
         k: The emitted kernel.

@@ -33,8 +33,8 @@ def _sort(node: Tensor, ctx: LoweringContext) -> None:
     (n, count), lanes = (a.ne[0], node.ne[0]), select.sort_lanes(ctx.level)
     descending = node.op is Op.TOP_K or node.params["order"] == SortOrder.DESC
     size = min(_power_of_two(max(count, lanes, LEAST_SORTED)), _power_of_two(max(n, lanes)))
-    log = size.bit_length() - 1
-    nbytes = 16 * size
+    log, whole = size.bit_length() - 1, size >= n
+    nbytes = 8 * size * (1 if whole else 2)
     args = (count, size, log, ctx.scratch(nbytes * ctx.n_threads), nbytes)
-    params = (name(a), descending, size >= n)
+    params = (name(a), descending, whole)
     ctx.launch_rows(select.sort, params, args, a.ne, [node, a], _EXCHANGE * log * log)
