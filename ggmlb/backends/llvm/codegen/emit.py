@@ -7,7 +7,7 @@ and its vector width. Addresses are 64-bit integers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -435,6 +435,10 @@ class Emitter:
         index.add_incoming(following, self.build.block)
         self.build.branch(head)
         self.build.position_at_end(after)
+
+    def units(self, n: Value) -> AbstractContextManager[Value]:
+        """Context manager: a loop over the chunk's part of `n` units of work; yields a unit's number."""
+        return self.loop(n * self.chunk // self.n_chunks, n * (self.chunk + 1) // self.n_chunks)
 
     @contextmanager
     def while_(self) -> Iterator[tuple[Any, Any]]:

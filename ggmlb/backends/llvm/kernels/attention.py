@@ -181,8 +181,7 @@ class KeyRange:
 def units(k: Emitter, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, KeyRange]]:
     """Context manager: loop over the chunk's units of work (some queries, with parts of keys if `split`)."""
     n_parts, parts = k.ints(2) if split else (k.i64(1), None)
-    n = n_units_of(p, n_rows) * n_parts
-    with k.loop(n * k.chunk // k.n_chunks, n * (k.chunk + 1) // k.n_chunks) as index:
+    with k.units(n_units_of(p, n_rows) * n_parts) as index:
         yield Unit(k, p, index // n_parts, n_rows), KeyRange(k, p["n_kv"], index, n_parts, parts)
 
 
@@ -325,8 +324,7 @@ def merge(k: Emitter, shape: HeadParams, n_rows: int) -> None:
     p, _, _ = arguments(k)
     (n_parts, parts), d_v = k.ints(2), shape.d_v
     width, record = width_for(k, d_v), record_nbytes(d_v)
-    n_units = n_units_of(p, n_rows)
-    with k.loop(n_units * k.chunk // k.n_chunks, n_units * (k.chunk + 1) // k.n_chunks) as index:
+    with k.units(n_units_of(p, n_rows)) as index:
         unit = Unit(k, p, index, n_rows)
         with k.loop(0, k.least(unit.rows - unit.first, n_rows)) as r:
             at = parts + (index * n_parts * n_rows + r) * record

@@ -229,8 +229,7 @@ def transpose(k: Emitter) -> None:
     n, n_outer = k.level.lanes, n2 * n3
     words = vec(I32, n)
     bands = (n1 + (n - 1)) // n
-    work = bands * n_outer
-    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
+    with k.units(bands * n_outer) as unit:
         band, outer = unit % bands * n, unit // bands
         i2, i3 = outer % n2, outer // n2
         source = x + i2 * x_nb2 + i3 * x_nb3 + band * 4

@@ -42,8 +42,7 @@ def ssm_conv(k: Emitter, out: str, src: str, kernel: str) -> None:
     y, y_nb1, y_nb2, x, x_nb1, x_nb2, c, c_nb1, n_taps, n_channels, n_tokens, n_seqs = k.ints(12)
     n = k.level.lanes
     bands = (n_channels + (n - 1)) // n
-    work = bands * n_seqs
-    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
+    with k.units(bands * n_seqs) as unit:
         first, sequence = unit % bands * n, unit // bands
         channels = [k.least(first + i, n_channels - 1) for i in range(n)]
         inside = k.first_lanes(n, n_channels - first)
@@ -177,8 +176,7 @@ def ssm_scan(k: Emitter, one_rate: bool, known: int) -> None:
     width, dim, n_heads, per_group, n_tokens, n_seqs, n_kept, per_unit = k.ints(8)
     head_nbytes = dim * width * 4
     units = (n_heads + per_unit - 1) // per_unit
-    work = units * n_seqs
-    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
+    with k.units(units * n_seqs) as unit:
         sequence, begin = unit // units, unit % units * per_unit
         end = k.least(begin + per_unit, n_heads)
         number, is_right = row_number(k, ids + sequence * ids_nb0, "i32", limit, (errors, step))
@@ -248,8 +246,7 @@ def _each_head(
 ) -> Iterator[_HeadLines]:
     """Context manager: code in its body runs for blocks of lines of the chunk's heads, token by token."""
     blocks = (size + (BLOCK - 1)) // BLOCK
-    work = blocks * n_heads * n_seqs
-    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
+    with k.units(blocks * n_heads * n_seqs) as unit:
         begin, number = unit % blocks * BLOCK, unit // blocks
         head, sequence = number % n_heads, number // n_heads
         end = k.least(begin + BLOCK, size)

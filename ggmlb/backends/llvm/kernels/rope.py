@@ -42,8 +42,7 @@ def rope(
     in_blocks = out not in SIZES
     rotated, form = (k.local(8 * MOST_PAIRS), "f32") if in_blocks else (None, out)
     cosines, sines, own = (k.local(4 * MOST_PAIRS) for _ in range(3))
-    work = tokens * batches
-    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as i:
+    with k.units(tokens * batches) as i:
         token, batch = i % tokens, i // tokens
         if channels:
             with k.loop(0, pairs) as p:
