@@ -495,6 +495,21 @@ def test_convolutions_of_short_types_and_padded_rows(llvm: LlvmBackend) -> None:
     check(program, llvm, 1e-12)
 
 
+@pytest.mark.parametrize("kind", [F32, F16], ids=str)
+@pytest.mark.parametrize("is_strided", ["source", "result"])
+def test_copies_to_another_shape(is_strided: str, kind: DType, llvm: LlvmBackend) -> None:
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        whole, line = (
+            (leaf(F32, 7, 20), leaf(kind, 60))
+            if is_strided == "source"
+            else (leaf(kind, 7, 20), leaf(F32, 60))
+        )
+        part = c.view_2d(whole, 3, 20, whole.nb[1], 2 * whole.nb[0])
+        return c.cont(c.cpy(part, line) if is_strided == "source" else c.cpy(line, part))
+
+    check(program, llvm, 0)
+
+
 @pytest.mark.parametrize("dim", range(4))
 def test_concat_of_blocks(dim: int, llvm: LlvmBackend) -> None:
     def program(c: Context, leaf: Leafs) -> Tensor:

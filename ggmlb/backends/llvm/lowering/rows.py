@@ -27,7 +27,7 @@ from ggmlb.backends.llvm.kernels.convert import WRITERS, can_convert
 from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType
-from ggmlb.core.tensor import Ne, Tensor
+from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
 
 _NORM, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
 _COPY, _TRANSPOSE, _STRIDED, _BLOCKS = 0.1, 0.3, 1.0, 0.3
@@ -156,8 +156,8 @@ _converts = converts(lambda src, out: can_convert(src.name.lower(), out.name.low
 
 def _same_order(node: Tensor) -> str | None:
     a = node.operand(0)
-    if a.ne != node.ne and not (a.is_contiguous() and node.is_contiguous()):
-        return "the shapes differ, and one side is not contiguous"
+    if a.ne != node.ne and not (a.is_contiguous() or node.is_contiguous()):
+        return "the shapes differ, and neither src0 nor the result is contiguous"
     return None
 
 
@@ -165,9 +165,10 @@ def _same_order(node: Tensor) -> str | None:
 def _copy(node: Tensor, ctx: LoweringContext) -> None:
     a = node.operand(0)
     x, y = ctx.mem(a), ctx.mem(node)
-    if a.ne != node.ne:
-        ne = (node.n_elements, 1, 1, 1)
-        x, y = (m.window(ne, (m.dtype.type_size, 0, 0, 0)) for m in (x, y))
+    if a.ne != node.ne and node.is_contiguous():
+        y = y.window(a.ne, contiguous_nb(y.dtype, a.ne))
+    elif a.ne != node.ne:
+        x = x.window(node.ne, contiguous_nb(x.dtype, node.ne))
     _copied(y, x, ctx)
 
 
