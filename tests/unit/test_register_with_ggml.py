@@ -24,6 +24,7 @@ from ggmlb.backends.ggml.library import GgmlLibrary, operands, probe
 from ggmlb.backends.ggml.reader import CTensor, KnownGraphs, NodeRun, Reader
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import alloc_ctx_tensors
+from tests.support.foreign_models import write_foreign_model
 from tests.support.processes import python
 from tests.support.text_models import write_text_model
 
@@ -208,6 +209,23 @@ for repack in (True, False):
 assert tokens[0] == tokens[1]
 """,
         model,
+    )
+
+
+def test_all_of_a_recurrent_model_is_computed_by_the_device(tmp_path: Path) -> None:
+    """Convolutions' kernels stay plain, and states are copied from rows to lines."""
+    run(
+        """
+made = ggmlb.register_with_ggml("LLVM", "xllamacpp")
+for path in map(Path, sys.argv[1:]):
+    llama = Llama(path)
+    llama.generate(prompt, 3)
+    runs = [run for stream in made._streams.values()
+            for same in stream.known._graphs.values() for known in same for run in known.runs]
+    assert runs and not any(run.by_cpu for run in runs)
+    llama.close()
+""",
+        *(write_foreign_model(tmp_path / f"{arch}.gguf", arch, "q8_0") for arch in ("lfm2", "mamba2")),
     )
 
 

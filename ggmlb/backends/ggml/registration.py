@@ -471,8 +471,10 @@ class GgmlRegistration:
                     leaf = self._reader.tensor(root)
                 else:  # bytes that only the program reads
                     leaf = Tensor(DType.I8, (int(self._c["nbytes"](root.address)), 1, 1, 1))
-                extra = (e for e in self._extra if e.suits(leaf) and e.is_readable(leaf))
-                buft = next(extra, self.device.buffer_type)
+                # Other ops than products read f32 weights, too: convolutions, biases.
+                extra = self._extra if leaf.dtype is not DType.F32 else ()
+                fit = (e for e in extra if e.suits(leaf) and e.is_readable(leaf))
+                buft = next(fit, self.device.buffer_type)
                 held = memory.hold(root.data, leaf, buft.alloc_buffer(max(buft.alloc_size(leaf), 1)))
                 held.placed("usage").usage = BufferUsage.WEIGHTS
         return held, c.data - root.data
