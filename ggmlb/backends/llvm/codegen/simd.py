@@ -364,7 +364,7 @@ SIZES = {t.name.lower(): t.type_size for t in (DType.F32, DType.F16, DType.BF16)
 # -- over lanes ------------------------------------------------------------------------------------
 
 
-def fold(k: Emitter, x: Value, both: Callable[[Value, Value], Value]) -> Value:
+def fold(x: Value, both: Callable[[Value, Value], Value]) -> Value:
     """Reduce the lanes of `x` to a scalar by the binary function `both`, as a tree."""
     n = lanes_of(x.type)
     while n > 1:
@@ -402,14 +402,14 @@ def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value], each:
     return result.shuffle([order[0].index(i) for i in range(n_results)])
 
 
-def total(k: Emitter, x: Value) -> Value:
+def total(x: Value) -> Value:
     """The sum of the lanes."""
-    return fold(k, x, lambda a, b: a + b)
+    return fold(x, lambda a, b: a + b)
 
 
 def greatest(k: Emitter, x: Value) -> Value:
     """The largest lane."""
-    return fold(k, x, k.maximum)
+    return fold(x, k.maximum)
 
 
 # -- functions -------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ class Softmax:
             weights = exp(k, k.load(vec(F32, lanes), logits + j * 4) - level.splat(lanes))
             k.store(weights, logits + j * 4)
             sums.set(sums.now + weights)
-        k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
+        k.store(k.load(F32, self.total) + total(sums.now), self.total)
 
     def merge(self, other: Softmax, d_v: int, width: int) -> None:
         """Merge in the state of the same query for other keys."""

@@ -54,7 +54,7 @@ class Rounding:
 
     def factor(self) -> Value:
         """The common scale; infinite or NaN if one of the numbers is."""
-        return greatest(self._k, self._most.now) * (1 / _MOST) + total(self._k, self._odd.now)
+        return greatest(self._k, self._most.now) * (1 / _MOST) + total(self._odd.now)
 
     def write(self, values: Value, n: Value | int, to: Value) -> None:
         """Second pass: quantise `n` numbers in memory, and write them to `to` in whole vectors."""
@@ -100,7 +100,7 @@ class Queries:
         if self._sums:
             with k.loop(0, self.d_k // 32) as block:
                 codes = k.load(vec(I16, 32), self._words + block * 64).sext(I32).to_float()
-                k.store(total(k, codes), self._sums[r] + block * 4)
+                k.store(total(codes), self._sums[r] + block * 4)
 
     def products(self, dtype: str, keys: Sequence[Value]) -> list[Value]:
         """Return each query's dot products with `keys`: addresses of a key for each lane of a vector."""
@@ -230,6 +230,6 @@ def _scaled(
     for i, of_block in enumerate(words):
         for values, rounding, at in zip(scaled[i], roundings[i], of_block, strict=True):
             rounding.write(values, count, at)
-        added = [total(k, slot.now) for slot in biases[i]] if biases else [None] * len(of_block)
+        added = [total(slot.now) for slot in biases[i]] if biases else [None] * len(of_block)
         found.append([(rounding.factor(), bias) for rounding, bias in zip(roundings[i], added, strict=True)])
     return found

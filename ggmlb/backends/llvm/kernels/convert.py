@@ -94,7 +94,7 @@ def _symmetric(at: Fields, k: Emitter, x: Value, p: Value) -> None:
 def _from_least(at: Fields, k: Emitter, x: Value, p: Value) -> None:
     """q4_1 and q5_1: the least value has code 0."""
     most, end = 31 if "qh" in at else 15, k.const(x.type, MOST_FLOAT)
-    least = fold(k, k.select(x < end, x, end), k.minimum)
+    least = fold(k.select(x < end, x, end), k.minimum)
     least = k.select(least.equals(0.0), _first(k, x, x.equals(0.0)), least)
     d = (greatest(k, k.select(x > -end, x, -end)) - least) / float(most) + 0.0  # turns -0 into +0
     codes = _codes(k, (x - least.splat(32)).times(_inverse(k, d)) + 0.5, most)
@@ -205,7 +205,7 @@ def copy(k: Emitter, out: str, src: str) -> None:
         convert(k, out, src, row.at[0], row.at[1], row.start, row.stop)
 
 
-def copy_strided(k: Emitter, out: str, src: str, sizes: tuple[int, int]) -> None:
+def copy_strided(k: Emitter, out: str, src: str) -> None:
     """Copy rows with strided elements, converted from type `src` to `out`.
 
     Arguments: `y_nb0, x_nb0`, then `row_loop`'s for `y, x`.

@@ -98,7 +98,7 @@ def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
             at = sums_of(column - column % n_columns, group - first) + column % n_columns * line
             for r in range(n_rows):
                 found = k.load(vec(F32, lanes), at + r * vector, vector)
-                k.store(total(k, found), chunk.result(column) + (row_of(group) + r) * 4)
+                k.store(total(found), chunk.result(column) + (row_of(group) + r) * 4)
 
 
 def _pack(

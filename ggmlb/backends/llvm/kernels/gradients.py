@@ -186,7 +186,7 @@ def cross_entropy_back(k: Emitter, dtypes: Sequence[str], grad: str) -> None:
             sums.set(sums.now + (e if mask is None else k.select(mask, e, 0.0)))
 
         each_vector(k, row.start, row.stop, power)
-        inv_sum = (1.0 / total(k, sums.now)).splat(n)
+        inv_sum = (1.0 / total(sums.now)).splat(n)
 
         def value(i: Value, mask: Value | None) -> Value:
             e = load_floats(k, "f32", row.at[0] + i * 4, n, mask)

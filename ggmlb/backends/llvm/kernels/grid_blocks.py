@@ -187,9 +187,9 @@ def _iq1_m_signs(at: Fields, k: Emitter, p: Value) -> Value:
 # -- scales ----------------------------------------------------------------------------------------
 
 
-def _scaled(k: Emitter, codes: Value, d: Value, factor: float, offset: float) -> Value:
-    """`d factor (code + offset)`."""
-    return (codes.to_float() + offset) * (d * factor).splat(codes.type.count)
+def _scaled(codes: Value, d: Value, factor: float) -> Value:
+    """`d factor (code + 1/2)`."""
+    return (codes.to_float() + 0.5) * (d * factor).splat(codes.type.count)
 
 
 def _d(at: Fields, k: Emitter, p: Value) -> Value:
@@ -198,7 +198,7 @@ def _d(at: Fields, k: Emitter, p: Value) -> Value:
 
 def _top_scales(read: Read, factor: float, at: Fields, k: Emitter, p: Value) -> Value:
     """Four bits above the signs of each run."""
-    return _scaled(k, read(at, k, p) >> 28, _d(at, k, p), factor, 0.5)
+    return _scaled(read(at, k, p) >> 28, _d(at, k, p), factor)
 
 
 def _nibble_scales(n: int, factor: float, at: Fields, k: Emitter, p: Value) -> Value:
@@ -206,12 +206,12 @@ def _nibble_scales(n: int, factor: float, at: Fields, k: Emitter, p: Value) -> V
     both = k.load(vec(I8, n // 2), p + at["scales"])
     order = [i // 2 + i % 2 * (n // 2) for i in range(n)]
     codes = (both & 15).shuffle(order, both >> 4).zext(I32)
-    return _scaled(k, codes, _d(at, k, p), factor, 0.5)
+    return _scaled(codes, _d(at, k, p), factor)
 
 
 def _iq1_s_scales(at: Fields, k: Emitter, p: Value) -> Value:
     codes = (k.load(vec(I16, 8), p + at["qh"]) >> 12) & 7
-    return _scaled(k, codes.zext(I32), _d(at, k, p), 0.25, 0.5)
+    return _scaled(codes.zext(I32), _d(at, k, p), 0.25)
 
 
 def _iq1_m_scales(at: Fields, k: Emitter, p: Value) -> Value:
@@ -221,7 +221,7 @@ def _iq1_m_scales(at: Fields, k: Emitter, p: Value) -> Value:
     d = digits[3] | (digits[2] >> 4) | (digits[1] >> 8) | (digits[0] >> 12)
     sixteen = words.zext(I32).shuffle([i // 4 for i in range(16)])
     codes = (sixteen >> k.table(vec(I32, 16), [3 * (i % 4) for i in range(16)])) & 7
-    return _scaled(k, codes, from_half(k, d), 0.25, 0.5)
+    return _scaled(codes, from_half(k, d), 0.25)
 
 
 _SIGNS = partial(_words, "signs")

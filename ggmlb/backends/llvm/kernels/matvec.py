@@ -226,7 +226,7 @@ def _blocks(
             add(last, 1)
     with k.loop(0, n_rows) as r:
         for c, column in enumerate(columns):
-            value = total(k, k.load(floats, sums + r * line + 4 * n * c))
+            value = total(k.load(floats, sums + r * line + 4 * n * c))
             k.store(value, chunk.result(column) + (row + r) * 4)
 
 
@@ -421,4 +421,4 @@ def _floats(
         for line, more in zip(sums[0], sums[chain], strict=True):
             for slot, other in zip(line, more, strict=True):
                 slot.set(slot.now + other.now)
-    return [[total(k, slot.now) for slot in line] for line in sums[0]]
+    return [[total(slot.now) for slot in line] for line in sums[0]]

@@ -22,7 +22,7 @@ def row_sum(k: Emitter, row: RowPart, term: Callable[[Value, Value | None], Valu
         sums[0].set(sums[0].now + term(i, mask))
 
     each_vector(k, whole, row.n, body)
-    return total(k, (sums[0].now + sums[1].now) + (sums[2].now + sums[3].now))
+    return total((sums[0].now + sums[1].now) + (sums[2].now + sums[3].now))
 
 
 def normalise(
@@ -143,7 +143,7 @@ def soft_max(k: Emitter, mask_type: str | None, has_sinks: bool) -> None:
             sums.set(sums.now + e)
 
         each_vector(k, row.start, row.stop, powers)
-        sum_ = total(k, sums.now)
+        sum_ = total(sums.now)
         if has_sinks:
             sum_ = sum_ + exp(k, (sink - row_max).splat(n))[0]
         inv_sum = (1.0 / sum_).splat(n)

@@ -123,7 +123,7 @@ class _Lines:
     def totals(self, sums: Sequence[Variable]) -> Value:
         """Return the sums' totals, a lane per line."""
         vectors = [s.now for s in sums]
-        return folds(vectors, operator.add) if self.n > 1 else total(self._k, vectors[0]).splat(1)
+        return folds(vectors, operator.add) if self.n > 1 else total(vectors[0]).splat(1)
 
     def each(self, body: Callable[[Value, Value | None, Value, int], Value]) -> None:
         """Emit a pass: `body(i, mask, old, line)` returns the new value of the vector from element `i` on."""
@@ -207,7 +207,7 @@ def ssm_scan(k: Emitter, one_rate: bool, known: int) -> None:
 
                     state.each(advance)
                     state.close()
-                    k.store(total(k, read.now), y + ((row + head) * dim + i) * 4)
+                    k.store(total(read.now), y + ((row + head) * dim + i) * 4)
 
 
 @dataclass(frozen=True)

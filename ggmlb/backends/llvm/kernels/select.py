@@ -52,7 +52,7 @@ def argmax(k: Emitter, src: str) -> None:
             place.set(k.select(is_greater, lanes + i.trunc(I32).splat(n), place.now))
 
         each_vector(k, k.i64(0), row.n, body)
-        first = fold(k, _join(best.now, place.now ^ -1), k.maximum)
+        first = fold(_join(best.now, place.now ^ -1), k.maximum)
         k.store((first ^ -1).trunc(I32), row.at[0])
 
 

@@ -201,9 +201,8 @@ def _copied(y: Mem, x: Mem, ctx: LoweringContext) -> None:
         most = -(-ne[along] // VECTOR_WORDS) * ne[others[0]] * ne[others[1]]
         ctx.launch(convert.transpose, (), args, ctx.chunks(prod(ne) * _TRANSPOSE, most))
         return
-    sizes = (y.dtype.type_size, x.dtype.type_size)
     ne, y, x = _longest_first(ne, y, x)
-    ctx.launch_rows(convert.copy_strided, (*types, sizes), (y.nb[0], x.nb[0]), ne, [y, x], _STRIDED, cut=True)
+    ctx.launch_rows(convert.copy_strided, types, (y.nb[0], x.nb[0]), ne, [y, x], _STRIDED, cut=True)
 
 
 def _transposed_dimension(y: Mem, x: Mem) -> int | None:
