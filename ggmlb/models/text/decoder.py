@@ -282,36 +282,37 @@ class Decoder:
 
     def _next(self, token: Token) -> Floats:
         """Compute one token, as most steps do; return its logits, which the next batch overwrites."""
-        cells = self._memory.cells
+        number, sequence, position, _ = token
+        cells, slots = self._memory.cells, self._memory.slots
         if self._lost:
             self._check_lost([token])
-        slot = self._slot(token.sequence, token.position)
-        cell = cells.take(token.sequence, token.position) if cells else 0
+        slot = self._slot(sequence, position) if slots else 0
+        cell = cells.take(sequence, position) if cells else 0
         try:
-            sizes = 1, 1, self._n_kv(1)
-            graph: TextGraph = self._runs.get((*sizes, 1, self.changes.key), lambda: self._new_graph(*sizes))
-            windows = self._windows if cells else ()
-            rows = [cells.row(token.sequence, token.position, window) for window in windows] if cells else []
-            graph.set_token(token.id, token.position, cell, slot, [row[: 2 * sizes[2]] for row in rows])
-            self._start(graph, [token.position], 1, {})
+            n_kv = self._n_kv(1)
+            key = 1, 1, n_kv, 1, self.changes.key
+            graph: TextGraph = self._runs.get(key, lambda: self._new_graph(1, 1, n_kv))
+            masks = [cells.row(sequence, position, w)[: 2 * n_kv] for w in self._windows] if cells else ()
+            graph.set_token(number, position, cell, slot, masks)
+            self._start(graph, [position], 1, {})
             logits = self._runs.read(graph.logits).reshape(1, -1)
         except BaseException:
-            self._fail(np.array([cell]), {token.sequence})
+            self._fail(np.array([cell]), {sequence})
             raise
-        self._memory.advance((token.sequence,), 1)
+        if slots:
+            slots.advance(sequence, 1)
         self._queued.clear()
         return logits
 
     def _slot(self, sequence: int, position: int) -> int:
-        """Return the slot of a sequence's states, which is to continue at a position; 0 without states.
+        """Return the slot of a sequence's states, which is to continue at a position.
 
         Raises:
             AllocationError: All slots are in use.
             ArgumentError: Its states include other tokens than those before the position.
         """
         slots = self._memory.slots
-        if slots is None:
-            return 0
+        assert slots is not None
         if position != slots.length(sequence):
             raise ArgumentError(
                 f"sequence {sequence} continues at position {position}, but its states hold "
