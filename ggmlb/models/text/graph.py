@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,6 +114,12 @@ class LayersGraph(StepGraph):
         """Write states into the slots of their sequences; nothing of the graph reads them afterwards."""
         rows = self.ctx.reshape_2d(states, table.ne[0], self.sizes[1])
         self.graph.build_forward_expand(self.ctx.set_rows(table, rows, self.slots))
+
+    def unpack(self, table: Tensor, packed: Tensor, ne: Sequence[int]) -> Tensor:
+        """Return the outputs of a scan, of shape `ne`; the states after them go to their slots of `table`."""
+        n, row, element = prod(ne), table.ne[0], packed.nb[0]
+        self.keep(table, self.ctx.view_2d(packed, row, self.sizes[1], row * element, n * element))
+        return self.ctx.reshape_4d(self.ctx.view_1d(packed, n), *ne)
 
     def expert_matrices(self, layer: int, chosen: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the chosen experts' indices in the matrices (`KINDS`) of a cache or of all, and these."""

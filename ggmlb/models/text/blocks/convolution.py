@@ -13,19 +13,22 @@ if TYPE_CHECKING:
     from ggmlb.models.text.graph import LayersGraph
 
 
-def convolve(graph: LayersGraph, layer: int, x: Tensor, weight: str) -> Tensor:
+def convolve(graph: LayersGraph, layer: int, x: Tensor, name: str) -> Tensor:
     """Return the convolution of each channel with its last inputs, which the state `state_conv` keeps.
+
+    Its bias, if there is one, is added.
 
     Args:
         graph: The graph.
         layer: The layer.
         x: Inputs, `[n_channels, n_tokens, n_sequences]`.
-        weight: Name in the layer of the kernel, `[n_conv, n_channels]`.
+        name: Name in the layer of kernel, `[n_conv, n_channels]`, and bias.
 
     Returns:
         `[n_channels, n_tokens, n_sequences]`.
     """
-    ctx, kernel = graph.ctx, graph.weights[f"blk.{layer}.{weight}"]
+    ctx, at = graph.ctx, f"blk.{layer}.{name}"
+    kernel, bias = graph.weights[f"{at}.weight"], graph.weights.get(f"{at}.bias")
     n_channels, n_tokens, n_sequences = x.ne[:3]
     n_kept = kernel.ne[0] - 1
     table = graph.states(layer, "state_conv")
@@ -33,7 +36,8 @@ def convolve(graph: LayersGraph, layer: int, x: Tensor, weight: str) -> Tensor:
     seen = ctx.concat(kept, ctx.cont(ctx.transpose(x)), 0)
     last = ctx.view_3d(seen, n_kept, n_channels, n_sequences, seen.nb[1], seen.nb[2], n_tokens * seen.nb[0])
     graph.keep(table, ctx.cont(last))
-    return ctx.ssm_conv(seen, kernel)
+    y = ctx.ssm_conv(seen, kernel)
+    return y if bias is None else ctx.add(y, bias)
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,6 @@ class ShortConv(Recurrent):
         before, after, x = (
             ctx.view_2d(found, n, found.ne[1], found.nb[1], i * n * found.nb[0]) for i in range(3)
         )
-        y = convolve(
-            graph, layer, ctx.reshape_3d(ctx.mul(before, x), n, *graph.sizes), "shortconv.conv.weight"
-        )
+        y = convolve(graph, layer, ctx.reshape_3d(ctx.mul(before, x), n, *graph.sizes), "shortconv.conv")
         y = graph.label(at + "shortconv", ctx.mul(after, ctx.reshape_2d(y, n, found.ne[1])))
         return graph.outputs_of(layer, graph.product(at + "shortconv.out_proj", y))

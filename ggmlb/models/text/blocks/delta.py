@@ -82,7 +82,7 @@ class GatedDelta(Recurrent):
         decay = ctx.mul(ctx.softplus(ctx.add(decay, w[at + "ssm_dt.bias"])), w[at + "ssm_a"])
         strength = ctx.sigmoid(strength)
         found = ctx.reshape_3d(graph.product(at + "attn_qkv", x), self.n_channels, *sizes)
-        seen = ctx.silu(convolve(graph, layer, found, "ssm_conv1d.weight"))
+        seen = ctx.silu(convolve(graph, layer, found, "ssm_conv1d"))
         seen = graph.label(at + "ssm_conv", seen)
         parts, start = [], 0
         for n in (self.n_head_k, self.n_head_k, self.n_head):
@@ -108,9 +108,8 @@ class GatedDelta(Recurrent):
             ctx.view_3d(both, n, self.n_head_k, x.ne[1], both.nb[1], both.nb[2], i * n * both.nb[0])
             for i in range(2)
         )
-        return ctx.reshape_3d(ctx.cont(b), self.n_head, *sizes), ctx.reshape_3d(
-            ctx.cont(a), self.n_head, *sizes
-        )
+        b, a = (ctx.reshape_3d(ctx.cont(part), self.n_head, *sizes) for part in (b, a))
+        return b, a
 
     def _unit(self, graph: LayersGraph, x: Tensor) -> Tensor:
         """Queries or keys of length 1, for each head of values if consecutive ones share them."""
@@ -139,9 +138,7 @@ class GatedDelta(Recurrent):
         table = graph.states(layer, "state_scan")
         states = ctx.reshape_4d(ctx.get_rows(table, graph.slots), n, n, self.n_head, sizes[1])
         packed = ctx.gated_delta_net(query, key, value, decay, strength, states)
-        size, row, element = value.n_elements, table.ne[0], packed.nb[0]
-        graph.keep(table, ctx.view_2d(packed, row, sizes[1], row * element, size * element))
-        y = ctx.reshape_4d(ctx.view_1d(packed, size), n, self.n_head, *sizes)
+        y = graph.unpack(table, packed, value.ne)
         return graph.label(f"blk.{layer}.ssm_scan", y, self.n_head, n)
 
 

@@ -47,10 +47,7 @@ class Mamba(Recurrent):
     @property
     def states(self) -> Mapping[str, int]:
         """Elements of the convolution's last inputs, and of the scan's states."""
-        return {
-            "state_conv": (self.n_conv - 1) * self.n_inner,
-            "state_scan": self.n_state * self.n_inner,
-        }
+        return {"state_conv": (self.n_conv - 1) * self.n_inner, "state_scan": self.n_state * self.n_inner}
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of the products, the convolution and the scan."""
@@ -68,30 +65,20 @@ class Mamba(Recurrent):
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """Add the nodes of a layer to a graph: each token is mixed with the earlier ones of its sequence."""
-        ctx, w, at = graph.ctx, graph.weights, f"blk.{layer}."
-        n_tokens, n_sequences = graph.sizes
-        both = ctx.reshape_3d(graph.product(at + "ssm_in", x), 2 * self.n_inner, n_tokens, n_sequences)
+        ctx, w, at, sizes = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
+        both = ctx.reshape_3d(graph.product(at + "ssm_in", x), 2 * self.n_inner, *sizes)
         x, gate = (
-            ctx.view_3d(
-                both, self.n_inner, n_tokens, n_sequences,
-                both.nb[1], both.nb[2], i * self.n_inner * both.nb[0],
-            )
+            ctx.view_3d(both, self.n_inner, *sizes, both.nb[1], both.nb[2], i * self.n_inner * both.nb[0])
             for i in range(2)
-        )  # fmt: skip
-        x = ctx.add(convolve(graph, layer, x, "ssm_conv1d.weight"), w[at + "ssm_conv1d.bias"])
-        x = graph.label(at + "ssm_conv", ctx.silu(x))
+        )
+        x = graph.label(at + "ssm_conv", ctx.silu(convolve(graph, layer, x, "ssm_conv1d")))
         y = ctx.add(self._scan(graph, layer, x), ctx.mul(x, w[at + "ssm_d"]))
-        y = ctx.swiglu_split(ctx.cont(gate), graph.label(at + "ssm_scan", y))
-        y = graph.label(at + "ssm_act", y)
-        y = graph.product(at + "ssm_out", ctx.reshape_2d(y, self.n_inner, n_tokens * n_sequences))
-        return graph.outputs_of(layer, y)
+        return _output(graph, layer, y, gate)
 
     def _scan(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """The selective scan: `[n_inner, n_tokens, n_sequences]`."""
-        ctx, w, at = graph.ctx, graph.weights, f"blk.{layer}."
-        n_tokens, n_sequences = graph.sizes
-        flat = ctx.reshape_2d(x, self.n_inner, n_tokens * n_sequences)
-        found = graph.product(at + "ssm_x", flat)
+        ctx, w, at, (n_tokens, n_sequences) = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
+        found = graph.product(at + "ssm_x", ctx.reshape_2d(x, self.n_inner, n_tokens * n_sequences))
         start = 0
         parts = []
         for n in (self.n_dt, self.n_state, self.n_state):
@@ -111,10 +98,7 @@ class Mamba(Recurrent):
         states = ctx.reshape_4d(table, self.n_state, 1, self.n_inner, table.ne[1])
         inputs = ctx.reshape_4d(x, 1, self.n_inner, n_tokens, n_sequences)
         packed = ctx.ssm_scan(states, inputs, dt, w[at + "ssm_a"], b, c, graph.slots)
-        n, element = self.n_inner * n_tokens * n_sequences, packed.nb[0]
-        row = table.ne[0]
-        graph.keep(table, ctx.view_2d(packed, row, n_sequences, row * element, n * element))
-        return ctx.reshape_3d(ctx.view_1d(packed, n), self.n_inner, n_tokens, n_sequences)
+        return graph.unpack(table, packed, x.ne)
 
 
 @dataclass(frozen=True)
@@ -160,10 +144,7 @@ class Mamba2(Recurrent):
     @property
     def states(self) -> Mapping[str, int]:
         """Elements of the convolution's last inputs, and of the scan's states."""
-        return {
-            "state_conv": (self.n_conv - 1) * self.n_channels,
-            "state_scan": self.n_state * self.n_inner,
-        }
+        return {"state_conv": (self.n_conv - 1) * self.n_channels, "state_scan": self.n_state * self.n_inner}
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of the products, the convolution, the scan and the norm."""
@@ -188,17 +169,9 @@ class Mamba2(Recurrent):
             ctx.view_3d(found, n, *sizes, found.nb[1], found.nb[2], start * found.nb[0])
             for n, start in zip((self.n_inner, self.n_channels, self.n_head), starts, strict=True)
         )
-        x = convolve(graph, layer, x, "ssm_conv1d.weight")
-        bias = w.get(at + "ssm_conv1d.bias")
-        x = graph.label(at + "ssm_conv", ctx.silu(x if bias is None else ctx.add(x, bias)))
+        x = graph.label(at + "ssm_conv", ctx.silu(convolve(graph, layer, x, "ssm_conv1d")))
         y = self._scan(graph, layer, x, ctx.add(ctx.cont(dt), w[at + "ssm_dt.bias"]))
-        y = ctx.swiglu_split(ctx.cont(gate), graph.label(at + "ssm_scan", y))
-        y = graph.label(at + "ssm_act", y)
-        if at + "ssm_norm.weight" in w:
-            y = ctx.reshape_4d(y, self.n_inner // self.n_group, self.n_group, *sizes)
-            y = graph.norm(at + "ssm_norm", y, self.n_group, y.ne[0])
-        y = graph.product(at + "ssm_out", ctx.reshape_2d(y, self.n_inner, found.ne[1] * found.ne[2]))
-        return graph.outputs_of(layer, y)
+        return _output(graph, layer, y, gate)
 
     def _scan(self, graph: LayersGraph, layer: int, x: Tensor, dt: Tensor) -> Tensor:
         """The selective scan of inputs, B and C, that `x` holds: `[n_inner, n_tokens, n_sequences]`."""
@@ -214,9 +187,19 @@ class Mamba2(Recurrent):
         table = graph.states(layer, "state_scan")
         states = ctx.reshape_4d(table, self.n_state, size, self.n_head, table.ne[1])
         packed = ctx.ssm_scan(states, inputs, dt, w[at + "ssm_a"], b, c, graph.slots)
-        n = inputs.n_elements
-        row = table.ne[0]
-        graph.keep(table, ctx.view_2d(packed, row, sizes[1], row * element, n * element))
-        y = ctx.reshape_4d(ctx.view_1d(packed, n), size, self.n_head, *sizes)
+        y = graph.unpack(table, packed, inputs.ne)
         y = ctx.add(y, ctx.mul(inputs, w[at + "ssm_d"]))
         return ctx.reshape_3d(y, self.n_inner, *sizes)
+
+
+def _output(graph: LayersGraph, layer: int, y: Tensor, gate: Tensor) -> Tensor:
+    """Return the product of a scan, times its gate and normalised if there is a norm, with `ssm_out`."""
+    ctx, at, norm = graph.ctx, f"blk.{layer}.", graph.weights.get(f"blk.{layer}.ssm_norm.weight")
+    y = ctx.swiglu_split(ctx.cont(gate), graph.label(at + "ssm_scan", y))
+    y = graph.label(at + "ssm_act", y)
+    n_inner, n_tokens, n_sequences, _ = y.ne
+    if norm is not None:
+        n, n_group = norm.ne[:2]
+        y = graph.norm(at + "ssm_norm", ctx.reshape_4d(y, n, n_group, n_tokens, n_sequences), n_group, n)
+    y = graph.product(at + "ssm_out", ctx.reshape_2d(y, n_inner, n_tokens * n_sequences))
+    return graph.outputs_of(layer, y)
