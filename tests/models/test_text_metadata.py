@@ -85,6 +85,12 @@ def test_parts_of_positions_that_text_lacks_are_refused(read: Reader, sections: 
     read("qwen35", {"rope.dimension_sections": np.array([6, 5, 5, 0], np.int32)})
 
 
+def test_all_parts_of_positions_are_read(read: Reader) -> None:
+    """Also those beyond the number of layers."""
+    with pytest.raises(ModelError, match=r"dimension_sections.*images"):
+        read("glm4", {"rope.dimension_sections": np.array([0, 0, 0, 8], np.int32)})
+
+
 def test_large_states_have_few_slots(read: Reader) -> None:
     """As many as fit 512 MiB, between the least number and the most; a layer has 2 KiB for each element."""
     found = [n_slots(read("mamba", {"ssm.state_size": n}).recurrents) for n in (16, 1024, 4096, 1 << 15)]

@@ -19,6 +19,5 @@ def glm4(keys: Keys) -> TextConfig:
 
 def check_positions(keys: Keys) -> None:
     """Raise a ModelError if positions have several parts, as those of pictures."""
-    sections = keys.by_layer("rope.dimension_sections")
-    if any((keys.count("rope.dimension_sections", 0, 0),) if sections is None else sections):
+    if any(keys.numbers("rope.dimension_sections", 4) or ()):
         raise keys.error("rope.dimension_sections", "positions in images are not supported; use a text model")
