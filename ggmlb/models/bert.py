@@ -78,6 +78,7 @@ class BertConfig:
         norms_first: Whether norms are of the inputs of attention and feed-forward part, not of the sums.
         n_score: Scores of a text (of a reranker); 0: it has an embedding.
         score_activation: Key of `ACTIVATIONS`, of the hidden state that scores are made of.
+        name: The architecture's name.
     """
 
     n_layer: int
@@ -96,6 +97,7 @@ class BertConfig:
     norms_first: bool = False
     n_score: int = 0
     score_activation: str = "tanh"
+    name: str = "bert"
 
     @classmethod
     def from_folder(cls, folder: ModelFolder) -> BertConfig:

@@ -126,7 +126,7 @@ class BertEmbedder(ModelOnDevices):
         self._check("summary")
         c, weights = self.config, MemoryTable({"weights": self._placer.spaces})
         memory = MemoryReport(weights, weights) if self.scheduler is None else self.scheduler.memory_report()
-        facts = {"architecture": f"bert, {c.n_layer} layers of {c.n_embd}", "texts": f"{c.n_max} tokens"}
+        facts = {"architecture": f"{c.name}, {c.n_layer} layers of {c.n_embd}", "texts": f"{c.n_max} tokens"}
         parts = held(self.homes, [backend.name for backend in self.backends])
         return Summary(f"BertEmbedder {self._path}", facts, parts, memory)
 
@@ -160,7 +160,7 @@ class BertEmbedder(ModelOnDevices):
                 fails on a text, or the mapped model file was changed.
         """
         self._check("embed")
-        _check_texts("embed", texts)
+        _check_unicode("embed", texts)
         if self.config.n_score:
             raise ArgumentError(f"embed: {self._path} is a reranker, which scores texts; use rerank")
         tokens = self._tokenizer(texts) if len(texts) else []
@@ -197,8 +197,8 @@ class BertEmbedder(ModelOnDevices):
             ModelError: A score is not finite, or the mapped model file was changed.
         """
         self._check("rerank")
-        _check_texts("rerank", [query])
-        _check_texts("rerank", documents)
+        _check_unicode("rerank", [query])
+        _check_unicode("rerank", documents)
         if not self.config.n_score or not isinstance(self._tokenizer, VocabularyTokenizer):
             raise ArgumentError(
                 f"rerank: {self._path} is no reranker (pooling_type 4 of a GGUF file); use embed"
@@ -254,12 +254,8 @@ class BertEmbedder(ModelOnDevices):
         return sources
 
 
-def _check_texts(call: str, texts: Sequence[str]) -> None:
-    if isinstance(texts, str):
-        raise ArgumentError(f"{call}: texts is a single str; give a list of them")
+def _check_unicode(call: str, texts: Sequence[str]) -> None:
     for i, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise ArgumentError(f"{call}: text {i} is a {type(text).__name__}; every text must be a str")
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -24,18 +24,14 @@ HEAD: Final = {"score_in": "cls", "score_norm": "cls.norm", "score": "cls.output
 """Weights that make scores of an embedding, and their tensors."""
 
 GATES: Final = {
-    "gelu": "geglu_erf", "gelu_python": "geglu_erf", "silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu",
-}  # fmt: skip
-"""Gated activation by `hidden_activation`; other known names are of the approximated GELU."""
-
-APPROXIMATED: Final = (
-    "gelu_pytorch_tanh",
-    "gelu_new",
-    "gelu_fast",
-    "gelu_accurate",
-    "gelu_python_tanh",
-    "geglu",
-)
+    **dict.fromkeys(("gelu", "gelu_python"), "geglu_erf"),
+    **dict.fromkeys(("silu", "swish", "swiglu"), "swiglu"),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh", "gelu_pytorch_tanh"), "geglu"
+    ),
+    "geglu": "geglu",
+}
+"""Gated activation by `hidden_activation`."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +59,12 @@ def _of_modern(keys: Keys) -> dict[str, Any]:
         is_local = tuple(not period or i % period != 0 for i in range(keys.n_layer))
     is_local = tuple(bool(window) and x for x in is_local)
     act = keys.text("hidden_activation", "gelu")
-    if act not in (*GATES, *APPROXIMATED):
+    if act not in GATES:
         raise keys.error("hidden_activation", f"{act!r} is not known; known are {', '.join(GATES)}")
     if keys.count("decision_block_count", 0, 0):
         raise keys.error("decision_block_count", "models of decisions are not supported")
     return {
-        "activation": GATES.get(act, "geglu"),
+        "activation": GATES[act],
         "ropes": tuple(local if x else base for x in is_local),
         "windows": tuple(window if x else 0 for x in is_local),
         "norms_first": True,
@@ -136,6 +132,7 @@ def read_encoder(file: GgufFile) -> tuple[BertConfig, BertLayout]:
     labels = f"{name}.classifier.output_labels"
     n_ctx = keys.count("context_length", least=3, most=1 << 30)
     config = BertConfig(
+        name=name,
         n_layer=keys.n_layer,
         n_embd=keys.n_embd,
         n_head=n_head,

@@ -177,6 +177,8 @@ def test_each_kind_of_model_has_its_class(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match="is no reranker"):
             embedder.rerank("w1", ["w2"])
     text = encoders.write_encoder(tmp_path / "t.gguf", "nomic-bert")
+    with BertEmbedder(text, devices=["CPU"]) as embedder:
+        assert "nomic-bert, 3 layers of 256" in str(embedder.summary())
     raw = text.read_bytes()
     text.write_bytes(raw.replace(b"nomic-bert", b"comic-bert"))
     with pytest.raises(ModelError, match=r"'comic-bert' is no encoder .*TextModel"):

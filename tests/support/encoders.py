@@ -68,7 +68,7 @@ def write_encoder(
         without: Metadata keys and tensors that are left out.
         spm: As for `vocabulary`.
         tensors: Tensors that are added, or replaced.
-        changed: Metadata keys, with `_` for `.` after the first word, as `pooling_type=4`.
+        changed: Metadata, by what follows the architecture's name: `pooling_type=4`.
     """
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, arch)

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 GROUP: Final = "ggmlb.architectures"
 """Entry points of other packages: the name of an architecture, and its function."""
 
-ENCODERS: Final = ("bert", "modern-bert", "nomic-bert")
-"""Architectures that `BertEmbedder` opens."""
-
 Architecture = Callable[[Keys], "TextConfig"]
 """Reads the metadata of a file, and returns the configuration: sizes, and the blocks of each layer."""
 
@@ -64,11 +61,13 @@ def read_config(file: GgufFile) -> TextConfig:
     name = file.metadata.text("general.architecture")
     if name not in _known and name not in architectures():
         _load(name)
-    if name in ENCODERS:
-        raise ModelError(
-            f"{file.path}: {name!r} is an encoder, which generates no text; open it with BertEmbedder"
-        )
     if name not in _known:
+        from ggmlb.models.encoder_file import ENCODERS
+
+        if name in ENCODERS:
+            raise ModelError(
+                f"{file.path}: {name!r} is an encoder, which generates no text; open it with BertEmbedder"
+            )
         raise ModelError(
             f"{file.path}: the architecture {name!r} is not known{did_you_mean(name, sorted(_known))}; "
             "llama.cpp computes others on ggmlb's devices, see docs/llama-cpp.md"
