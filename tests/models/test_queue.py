@@ -50,6 +50,17 @@ def test_a_prefix_is_computed_once(models: Callable[..., Path], kind: str) -> No
         assert model.generate(prompts[0], max_tokens=4, temperature=0, ignore_eos=True).tokens == alone[0]
 
 
+def test_states_of_a_whole_sequence_are_continued(models: Callable[..., Path]) -> None:
+    """Those of a sequence with a longer common prefix, but more tokens, cannot be."""
+    with TextModel(models("mamba"), ["CPU"], n_ctx=256) as model, model.queue() as queue:
+        n_reused = []
+        for prompt in ([*SHARED, *range(270, 290)], SHARED, [*SHARED, 270, 281]):
+            job = queue.submit(prompt, max_tokens=1, ignore_eos=True)
+            job.wait(60)
+            n_reused.append(job.n_reused)
+        assert n_reused == [0, 0, len(SHARED)]
+
+
 def test_jobs_that_outgrow_the_context_are_paused_and_end_alike(
     models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,10 +266,16 @@ class JobQueue:
                 self.n_reused += request.n_done
 
     def _best_source(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the length of the longest prefix of a prompt that a sequence has, and the sequence."""
-        running = [(job.request.sequence, job.request.tokens) for job in self._active]
+        """Return the length of the longest prefix of a prompt that a sequence has, and the sequence.
+
+        Recurrent states are those after the last token: with them, only whole finished sequences count.
+        """
+        is_recurrent = self._engine.memory.slots is not None
+        running = [] if is_recurrent else [(job.request.sequence, job.request.tokens) for job in self._active]
         found = [
-            (n_equal(tokens, theirs, len(tokens) - 1), number) for number, theirs in self._kept + running
+            (n, number)
+            for number, theirs in self._kept + running
+            if (n := n_equal(tokens, theirs, len(tokens) - 1)) == len(theirs) or not is_recurrent
         ]
         return max(found, default=(0, -1))
 
