@@ -119,6 +119,12 @@ def test_outputs_are_those_of_the_tokens_that_want_them(models: Callable[..., Pa
         assert np.abs(decoder.decode(together) - np.concatenate(alone)).max() < 1e-4
 
 
+def test_outputs_of_a_whole_batch_are_not_copied(models: Callable[..., Path]) -> None:
+    with TextModel(models("llama"), ["CPU"], n_ctx=64) as model:
+        rows = model._engine.decoder.decode([Token(5, i, 0, True) for i in range(2)], is_view=True)
+        assert not rows.flags.owndata
+
+
 def test_spans_of_cells_are_the_mask(models: Callable[..., Path]) -> None:
     rng = np.random.default_rng(0)
     with TextModel(models(), ["CPU"], n_ctx=300) as model:

@@ -362,7 +362,8 @@ class Decoder:
                         self.wait()
                     continue
                 rows = self._runs.read(getattr(graph, output)).reshape(-1, found.shape[1])
-                rows = rows[: chosen.size] if graph.chosen is not None else rows[chosen]
+                is_first = graph.chosen is not None or chosen.size == len(part)
+                rows = rows[: chosen.size] if is_first else rows[chosen]
                 self._queued.clear()
                 if is_view and len(part) == len(batch):
                     return rows
