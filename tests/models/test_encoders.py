@@ -13,8 +13,7 @@ import pytest
 from ggmlb import open_gguf
 from ggmlb.core.errors import ArgumentError, ModelError
 from ggmlb.models import BertEmbedder, TextModel
-
-encoders = pytest.importorskip("tests.support.encoders", reason="needs gguf: pip install gguf")
+from tests.support import encoders
 
 TEXTS = ["w1 w2 w3", "w4", "w5x w6 w7 w8 w9 w10 w11 w12 w13 w14 w15 w16 w17", "other"]
 WHERE: dict[str, dict[str, Any]] = {

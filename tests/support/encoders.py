@@ -1,4 +1,4 @@
-"""Small random encoders in GGUF files, written with PyPI's `gguf`."""
+"""Small random encoders in GGUF files."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 
-from ggmlb import DType, quantize
+from tests.support.gguf_files import quantized, write_gguf
 
 E, FF, HEADS, LAYERS, N_CTX = 256, 256, 4, 3, 64
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁w{i}" for i in range(90)), "##x")
@@ -71,17 +70,11 @@ def write_encoder(
         changed: Metadata, by what follows the architecture's name: `pooling_type=4`.
     """
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, arch)
     is_modern = arch == "modern-bert"
+    data: dict[str, Any] = {}
 
-    def add(name: str, data: Any, kept: str = "f32") -> None:
-        kind, array = DType.parse(kept), np.asarray(data, np.float32)
-        blocks = array if kept == "f32" else quantize(array, kind).reshape(*array.shape[:-1], -1)
-        if name in without:
-            return
-        raw = None if kept == "f32" else gguf.GGMLQuantizationType(int(kind))
-        if name not in tensors:
-            writer.add_tensor(name, blocks, raw_dtype=raw)
+    def add(name: str, values: Any, kept: str = "f32") -> None:
+        data[name] = quantized(np.asarray(values, np.float32), kept)
 
     def linear(name: str, n_out: int, n_in: int, kept: str = dtype, bias: bool = arch == "bert") -> None:
         add(f"{name}.weight", rng.standard_normal((n_out, n_in)) / np.sqrt(n_in), kept)
@@ -99,16 +92,10 @@ def write_encoder(
         "vocab_size": N_VOCAB, **VARIANTS[arch], **changed,
     }  # fmt: skip
     metadata = {f"{arch}.{key}": value for key, value in own.items() if key not in without} | vocabulary(spm)
-    put: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    put |= {bool: writer.add_bool, list: writer.add_array}
-    for key, value in metadata.items():
-        put[type(value)](key, value)
-
-    for name, array in tensors.items():
-        writer.add_tensor(name, array)
+    metadata["general.architecture"] = arch
     add("token_embd.weight", rng.standard_normal((N_VOCAB, E)))
     if not is_modern:
-        writer.add_uint32("tokenizer.ggml.token_type_count", 2)
+        metadata["tokenizer.ggml.token_type_count"] = 2
         add("token_types.weight", rng.standard_normal((2, E)))
     if arch == "bert":
         add("position_embd.weight", rng.standard_normal((N_CTX, E)))
@@ -136,8 +123,5 @@ def write_encoder(
         if is_modern:
             norm("cls.norm")
         linear("cls.output", 1, E, "f32", bias=True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    data |= tensors
+    return write_gguf(path, metadata, {name: x for name, x in data.items() if name not in without})
