@@ -261,7 +261,8 @@ class TextGraph(LayersGraph):
 
     def states(self, layer: int, name: str) -> Tensor:
         """Return the table of a layer's states, a row for each slot."""
-        return self._memory.states(layer, name)
+        assert self._memory.slots is not None
+        return self._memory.slots.tensors[name][layer]
 
     def attend(self, attention: Attention, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write keys and values of the tokens to the KV cache, and return attention over it."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, Buffer, DType, Tensor
+from ggmlb import Backend, Buffer, DType
 from ggmlb.models.text.blocks import Attention, Recurrent
 from ggmlb.models.text.kv_cache import KvCache, MemoryPart
 from ggmlb.models.text.state_cache import StateCache
@@ -160,11 +160,6 @@ class SequenceMemory:
         """
         for part in self.parts if state["positions"].size else ():
             part.load(sequence, state)
-
-    def states(self, layer: int, name: str) -> Tensor:
-        """Return the table of a layer's states, a row for each slot."""
-        assert self.slots is not None
-        return self.slots.tensors[name][layer]
 
     def free(self) -> None:
         """Free the memory."""

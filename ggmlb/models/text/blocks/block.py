@@ -94,7 +94,7 @@ class Recurrent(Block):
     @property
     @abstractmethod
     def states(self) -> Mapping[str, int]:
-        """Elements of each state of a sequence, float32, by a name of `KV_NAMES`."""
+        """Elements of each state of a sequence, float32, by a name of `STATE_NAMES`."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from ggmlb.models.text.keys import Keys
 
 
+NAMES = ("ssm_beta", "ssm_alpha")
+"""Weights of the products of strengths and decays."""
+
+
 @dataclass(frozen=True)
 class GatedDelta(Recurrent):
     """A recurrent block: a convolution of queries, keys and values, and the gated delta rule of heads.
@@ -140,7 +144,3 @@ class GatedDelta(Recurrent):
         packed = ctx.gated_delta_net(query, key, value, decay, strength, states)
         y = graph.unpack(table, packed, value.ne)
         return graph.label(f"blk.{layer}.ssm_scan", y, self.n_head, n)
-
-
-NAMES = ("ssm_beta", "ssm_alpha")
-"""Weights of the products of strengths and decays."""
