@@ -86,14 +86,11 @@ class Keys:
             return tuple(default)
         if name not in self._meta or self._meta.slot(name).length is None:
             return (self._meta.integer(name, None, least, min(limits)),) * self.n_layer
-        found, n_all = self._meta.numbers(name), self.n_layer + self.n_predictors
-        if found.dtype.kind not in "iu" or found.shape != (n_all,):
-            raise self.error(key, f"it is {self._meta.slot(name)}; it must be {n_all} integers")
-        found = found[: self.n_layer]
-        for layer, (n, limit) in enumerate(zip(found.tolist(), limits, strict=True)):
+        found = (self.numbers(key, self.n_layer + self.n_predictors) or ())[: self.n_layer]
+        for layer, (n, limit) in enumerate(zip(found, limits, strict=True)):
             if not least <= n <= limit:
                 raise self.error(key, f"it is {n} for layer {layer}; it must be {least} to {limit}")
-        return tuple(found.tolist())
+        return found
 
     def real(self, key: str, default: float | None = None, least: float = 0, most: float = 1e30) -> float:
         """Return a finite number, or `default` without the key; raise a ModelError outside the limits."""
