@@ -235,7 +235,7 @@ class BertLayout(NamedTuple):
         n, n_ff = config.n_embd, config.n_ff
         n_up = n_ff * (1 + (config.activation in GATED))
 
-        def find(name: str, shape: tuple[int, ...], kind: str, layer: int = 0) -> dict[str, Source]:
+        def find(name: str, shape: tuple[int, ...], kind: str, layer: int | None = None) -> dict[str, Source]:
             of = names.get(f"{name}.{kind}", names.get(name, ()))
             parts = [f"{at.format(layer)}.{kind}" for at in of]
             if not parts or (parts[0] not in file and may_lack(parts[0])):
@@ -243,46 +243,36 @@ class BertLayout(NamedTuple):
             each = (shape[0] // len(parts), *shape[1:])
             for part in parts:
                 file.weight(part, each)
-            is_matrix = name in _PRODUCTS and kind == "weight"
-            full = name if kind == "weight" and name in _TABLES else f"{name}.{kind}"
-            return {full: Source(tuple(parts), each, is_matrix, is_matrix and name != "tokens")}
+            is_product = len(shape) == 2 and name not in _TABLES
+            full = name if name in _TABLES else f"{name}.{kind}"
+            full = full if layer is None else f"layer.{layer}.{full}"
+            return {full: Source(tuple(parts), each, is_product or name == "tokens", is_product)}
 
-        def linear(name: str, n_in: int, n_out: int, layer: int = 0) -> dict[str, Source]:
-            return find(name, (n_out, n_in), "weight", layer) | find(name, (n_out,), "bias", layer)
-
-        def norm(name: str, layer: int = 0) -> dict[str, Source]:
-            return find(name, (n,), "weight", layer) | find(name, (n,), "bias", layer)
+        def with_biases(shapes: Mapping[str, tuple[int, ...]], layer: int | None = None) -> dict[str, Source]:
+            found: dict[str, Source] = {}
+            for name, shape in shapes.items():
+                found |= find(name, shape, "weight", layer) | find(name, shape[:1], "bias", layer)
+            return found
 
         embeddings = {
             **find("tokens", (config.n_vocab, n), "weight"),
             **find("positions", (config.n_ctx, n), "weight"),
             **find("types", (config.n_type, n), "weight"),
-            **norm("norm"),
+            **with_biases({"norm": (n,)}),
         }
-        layers = [
-            {
-                **linear("qkv", n, 3 * n, layer),
-                **{key: source for part in SEPARATE for key, source in linear(part, n, n, layer).items()},
-                **linear("attn_out", n, n, layer),
-                **norm("attn_norm", layer),
-                **linear("ff_up", n, n_up, layer),
-                **linear("ff_down", n_ff, n, layer),
-                **norm("ff_norm", layer),
-            }
-            for layer in range(config.n_layer)
-        ]
-        layers = [
-            {f"layer.{i}.{name}": source for name, source in layer.items()} for i, layer in enumerate(layers)
-        ]
-        layers[-1] |= norm("output_norm")
+        of_layer = {
+            "qkv": (3 * n, n), **dict.fromkeys(SEPARATE, (n, n)), "attn_out": (n, n), "attn_norm": (n,),
+            "ff_up": (n_up, n), "ff_down": (n, n_ff), "ff_norm": (n,),
+        }  # fmt: skip
+        layers = [with_biases(of_layer, layer) for layer in range(config.n_layer)]
+        layers[-1] |= with_biases({"output_norm": (n,)})
         if config.n_score:
-            layers[-1] |= linear("score_in", n, n) | norm("score_norm")
-            layers[-1] |= linear("score", n, config.n_score)
+            scores = {"score_in": (n, n), "score_norm": (n,), "score": (config.n_score, n)}
+            layers[-1] |= with_biases(scores)
         return cls(embeddings, layers)
 
 
 _TABLES = ("tokens", "positions", "types")
-_PRODUCTS = ("tokens", "qkv", *SEPARATE, "attn_out", "ff_up", "ff_down", "score_in", "score")
 
 _LAYER = "encoder.layer.{}."
 
