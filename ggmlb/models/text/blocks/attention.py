@@ -151,9 +151,7 @@ class Attention(Block):
         query, key, value = self._projections(graph, at, x)
         gate: Tensor | None = None
         if self.is_gated:
-            strides, end = (query.nb[1], query.nb[2]), self.n_key * query.nb[0]
-            gate = graph.ctx.view_3d(query, self.n_value, self.n_head, x.ne[1], *strides, end)
-            query = graph.ctx.view_3d(query, self.n_key, self.n_head, x.ne[1], *strides, 0)
+            query, gate = query[..., : self.n_key], query[..., self.n_key :]
         if self.norms in ("head", "heads"):
             query = graph.norm(at + "attn_q_norm", query, self.n_head, self.n_key)
             key = graph.norm(at + "attn_k_norm", key, self.n_head_kv, self.n_key)

@@ -71,9 +71,7 @@ class ShortConv(Recurrent):
         """Add the nodes of a layer to a graph: each token is mixed with the last ones of its sequence."""
         ctx, at, n = graph.ctx, f"blk.{layer}.", self.n_channels
         found = graph.product(at + "shortconv.in_proj", x)
-        before, after, x = (
-            ctx.view_2d(found, n, found.ne[1], found.nb[1], i * n * found.nb[0]) for i in range(3)
-        )
+        before, after, x = (found[..., i * n : (i + 1) * n] for i in range(3))
         y = convolve(graph, layer, ctx.reshape_3d(ctx.mul(before, x), n, *graph.sizes), "shortconv.conv")
         y = graph.label(at + "shortconv", ctx.mul(after, ctx.reshape_2d(y, n, found.ne[1])))
         return graph.outputs_of(layer, graph.product(at + "shortconv.out_proj", y))

@@ -108,11 +108,7 @@ class GatedDelta(Recurrent):
             return b, a
         n = self.n_head // self.n_head_k
         both = ctx.reshape_3d(graph.product(at + "ssm_ba", x), 2 * n, self.n_head_k, x.ne[1])
-        b, a = (
-            ctx.view_3d(both, n, self.n_head_k, x.ne[1], both.nb[1], both.nb[2], i * n * both.nb[0])
-            for i in range(2)
-        )
-        b, a = (ctx.reshape_3d(ctx.cont(part), self.n_head, *sizes) for part in (b, a))
+        b, a = (ctx.reshape_3d(ctx.cont(x), self.n_head, *sizes) for x in (both[..., :n], both[..., n:]))
         return b, a
 
     def _unit(self, graph: LayersGraph, x: Tensor) -> Tensor:

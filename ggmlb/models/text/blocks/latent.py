@@ -71,17 +71,13 @@ class LatentAttention(Attention):
         else:
             query = graph.product(at + "attn_q", x)
         query = ctx.reshape_3d(query, self.n_plain + n_rotated, self.n_head, n)
-        plain = ctx.view_3d(query, self.n_plain, self.n_head, n, query.nb[1], query.nb[2], 0)
-        rotated = ctx.view_3d(
-            query, n_rotated, self.n_head, n, query.nb[1], query.nb[2], self.n_plain * query.nb[0]
-        )
+        plain, rotated = query[..., : self.n_plain], query[..., self.n_plain :]
         absorbed = self._by_head(graph, at + "attn_k_b", plain)
         query = ctx.concat(absorbed, graph.rotate(rotated, self.rope), 0)
         if self.temperature:
             query = ctx.mul(query, graph.temperature(*self.temperature))
         both = graph.product(at + "attn_kv_a_mqa", x)
-        latent = ctx.view_2d(both, self.n_value, n, both.nb[1], 0)
-        latent = graph.norm(at + "attn_kv_a_norm", latent)
+        latent = graph.norm(at + "attn_kv_a_norm", both[..., : self.n_value])
         latent = ctx.reshape_3d(latent, self.n_value, 1, n)
         end = self.n_value * both.nb[0]
         rotated = graph.rotate(ctx.view_3d(both, n_rotated, 1, n, both.nb[1], both.nb[1], end), self.rope)

@@ -67,10 +67,7 @@ class Mamba(Recurrent):
         """Add the nodes of a layer to a graph: each token is mixed with the earlier ones of its sequence."""
         ctx, w, at, sizes = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
         both = ctx.reshape_3d(graph.product(at + "ssm_in", x), 2 * self.n_inner, *sizes)
-        x, gate = (
-            ctx.view_3d(both, self.n_inner, *sizes, both.nb[1], both.nb[2], i * self.n_inner * both.nb[0])
-            for i in range(2)
-        )
+        x, gate = both[..., : self.n_inner], both[..., self.n_inner :]
         x = graph.label(at + "ssm_conv", ctx.silu(convolve(graph, layer, x, "ssm_conv1d")))
         y = ctx.add(self._scan(graph, layer, x), ctx.mul(x, w[at + "ssm_d"]))
         return _output(graph, layer, y, gate)
@@ -79,12 +76,10 @@ class Mamba(Recurrent):
         """The selective scan: `[n_inner, n_tokens, n_sequences]`."""
         ctx, w, at, (n_tokens, n_sequences) = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
         found = graph.product(at + "ssm_x", ctx.reshape_2d(x, self.n_inner, n_tokens * n_sequences))
-        start = 0
-        parts = []
-        for n in (self.n_dt, self.n_state, self.n_state):
-            part = ctx.view_2d(found, n, found.ne[1], found.nb[1], start * found.nb[0])
-            parts.append(ctx.rms_norm(part, graph.config.eps) if self.normalizes else part)
-            start += n
+        end = self.n_dt + self.n_state
+        parts = [found[..., : self.n_dt], found[..., self.n_dt : end], found[..., end:]]
+        if self.normalizes:
+            parts = [ctx.rms_norm(part, graph.config.eps) for part in parts]
         dt = graph.product(at + "ssm_dt", ctx.cont(parts[0]))
         dt = ctx.reshape_3d(dt, self.n_inner, n_tokens, n_sequences)
         b, c = (
@@ -164,11 +159,8 @@ class Mamba2(Recurrent):
         ctx, w, at, sizes = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
         found = graph.product(at + "ssm_in", x)
         found = ctx.reshape_3d(found, found.ne[0], *sizes)
-        starts = (0, self.n_inner, self.n_inner + self.n_channels)
-        gate, x, dt = (
-            ctx.view_3d(found, n, *sizes, found.nb[1], found.nb[2], start * found.nb[0])
-            for n, start in zip((self.n_inner, self.n_channels, self.n_head), starts, strict=True)
-        )
+        end = self.n_inner + self.n_channels
+        gate, x, dt = found[..., : self.n_inner], found[..., self.n_inner : end], found[..., end:]
         x = graph.label(at + "ssm_conv", ctx.silu(convolve(graph, layer, x, "ssm_conv1d")))
         y = self._scan(graph, layer, x, ctx.add(ctx.cont(dt), w[at + "ssm_dt.bias"]))
         return _output(graph, layer, y, gate)
