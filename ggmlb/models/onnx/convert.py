@@ -711,8 +711,7 @@ def batch_norm(
 @onnx_op("LpNormalization")
 def lp_norm(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
     """Divided by the norm along an axis; 0 stays 0."""
-    axis, p = normal_axis("LpNormalization", n.get("axis", -1), x.rank), n.get("p", 2)
-    length = reduce(b, OnnxNode(f"ReduceL{p}", [], [], axes=[axis]), x)
+    length = reduce(b, replace(n, op=f"ReduceL{n.get('p', 2)}", attrs={"axes": [n.get("axis", -1)]}), x)
     return b.div(x, b.clamp(length, low=float(np.finfo(np.float32).tiny)))  # type: ignore[arg-type]
 
 

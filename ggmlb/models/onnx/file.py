@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import AttributeProto, TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from ggmlb.core.errors import Error, MissingModelError, ModelError, UnsupportedOpError
 from ggmlb.models.mapped_file import MappedFile
@@ -18,26 +19,14 @@ from ggmlb.models.mapped_file import MappedFile
 Array = npt.NDArray[Any]
 
 DTYPES: dict[int, np.dtype[Any]] = {
-    TensorProto.FLOAT: np.dtype(np.float32),
-    TensorProto.FLOAT16: np.dtype(np.float16),
-    TensorProto.DOUBLE: np.dtype(np.float64),
-    TensorProto.INT8: np.dtype(np.int8),
-    TensorProto.INT16: np.dtype(np.int16),
-    TensorProto.INT32: np.dtype(np.int32),
-    TensorProto.INT64: np.dtype(np.int64),
-    TensorProto.UINT8: np.dtype(np.uint8),
-    TensorProto.UINT16: np.dtype(np.uint16),
-    TensorProto.UINT32: np.dtype(np.uint32),
-    TensorProto.UINT64: np.dtype(np.uint64),
-    TensorProto.BOOL: np.dtype(np.bool_),
-}
+    kind: helper.tensor_dtype_to_np_dtype(kind)
+    for kind in (
+        TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BOOL,
+        TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
+        TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
+    )
+}  # fmt: skip
 """NumPy's types of ONNX's; constants may have all of them."""
-
-MAX_NODES = 1_000_000
-"""Limit of nodes in a file, subgraphs included."""
-
-MAX_DEPTH = 16
-"""Limit of nested subgraphs."""
 
 
 def not_supported(op: str, reason: str) -> UnsupportedOpError:
@@ -57,6 +46,7 @@ class Input(NamedTuple):
     shape: tuple[int | None, ...] | None
 
 
+@dataclass
 class OnnxNode:
     """A node: its op, the names of its operands and results, and its attributes as Python values.
 
@@ -66,11 +56,12 @@ class OnnxNode:
         version: Version of ONNX's operator set.
     """
 
-    def __init__(self, op: str, inputs: Iterable[str], outputs: Iterable[str], **attrs: Any) -> None:
-        self.op, self.inputs, self.outputs = op, list(inputs), list(outputs)
-        self.attrs = attrs
-        self.label = op
-        self.version = 0
+    op: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    attrs: dict[str, Any]
+    label: str
+    version: int
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an attribute, or its default."""
@@ -82,7 +73,7 @@ class Body(NamedTuple):
 
     Attributes:
         constants: Values of initializers by name.
-        nodes: Nodes in an order in which operands come first.
+        nodes: Nodes; operands come first.
         inputs: Names of formal inputs.
         outputs: Names of results.
     """
@@ -150,13 +141,12 @@ class OnnxFile:
             raise self._bad(
                 f"has operator set {self.opset}; 1 to {onnx.defs.onnx_opset_version()} can be read"
             )
-        self.body = self.read_body(proto.graph, frozenset(), 0)
+        self.body = self.read_body(proto.graph, frozenset())
         self.inputs = {
             entry.name: self._input(entry)
             for entry in proto.graph.input
             if entry.name not in self.body.constants
         }
-        self.output_types = {entry.name: entry.type for entry in proto.graph.output}
 
     def _input(self, entry: onnx.ValueInfoProto) -> Input:
         if not entry.type.HasField("tensor_type"):
@@ -173,85 +163,51 @@ class OnnxFile:
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def read_body(self, graph: onnx.GraphProto, outer: frozenset[str], depth: int) -> Body:
+    def read_body(self, graph: onnx.GraphProto, outer: Set[str]) -> Body:
         """Read a graph whose nodes may also use the names `outer`."""
-        if depth > MAX_DEPTH:
-            raise self._bad(f"has subgraphs nested deeper than {MAX_DEPTH}")
         if graph.sparse_initializer:
             raise not_supported("sparse_initializer", "weights must be dense")
-        constants: dict[str, Array] = {}
-        for tensor in graph.initializer:
-            if tensor.name in constants:
-                raise self._bad(f"has two initializers named {tensor.name!r}")
-            constants[tensor.name] = self.array(tensor)
+        constants = {tensor.name: self.array(tensor) for tensor in graph.initializer}
         inputs = [entry.name for entry in graph.input]
-        if len(set(inputs)) < len(inputs):
-            raise self._bad("has two inputs of one name")
-        known = outer | constants.keys() | frozenset(inputs)
-        nodes = self.read_nodes(graph.node, known, depth)
-        known |= {name for node in nodes for name in node.outputs}
+        if len(constants) < len(graph.initializer) or len(set(inputs)) < len(inputs):
+            raise self._bad("has two inputs or initializers of one name")
+        own = {*constants, *inputs}
+        nodes = []
+        for proto in graph.node:
+            for name in filter(None, proto.input):
+                if name not in own and name not in outer:
+                    raise self._bad(
+                        f"has the node {_label(proto)} whose input {name!r} no node before it computes (a "
+                        "name that does not exist, or a cycle)"
+                    )
+            nodes.append(self._node(proto, own | outer))
+            for name in filter(None, proto.output):
+                if name in own:
+                    raise self._bad(f"computes {name!r} twice")
+                own.add(name)
+        self.n_nodes += len(nodes)
         outputs = [entry.name for entry in graph.output]
         for name in outputs:
-            if name not in known:
+            if name not in own and name not in outer:
                 raise self._bad(f"has the output {name!r}, which no node computes")
         return Body(constants, nodes, inputs, outputs)
 
-    def read_nodes(
-        self, protos: Sequence[onnx.NodeProto], known: frozenset[str], depth: int
-    ) -> list[OnnxNode]:
-        """Read nodes in an order in which operands come first; check that all operands exist."""
-        self.n_nodes += len(protos)
-        if self.n_nodes > MAX_NODES:
-            raise self._bad(f"has more than {MAX_NODES} nodes")
-        made: dict[str, int] = {}
-        for i, proto in enumerate(protos):
-            for name in filter(None, proto.output):
-                if name in made or (name in known and depth == 0):
-                    raise self._bad(f"computes {name!r} twice")
-                made[name] = i
-        for proto in protos:
-            for name in filter(None, proto.input):
-                if name not in known and name not in made:
-                    raise self._bad(f"has a node {_label(proto)} whose input {name!r} does not exist")
-        everything = known | made.keys()
-        ready: set[str] = set(known)
-        order: list[OnnxNode] = []
-        waiting = list(protos)
-        while waiting:
-            later = []
-            for proto in waiting:
-                if all(not name or name in ready or name not in made for name in proto.input):
-                    order.append(self.node(proto, everything, depth))
-                    ready.update(proto.output)
-                else:
-                    later.append(proto)
-            if len(later) == len(waiting):
-                raise self._bad(f"has a cycle through the node {_label(later[0])}")
-            waiting = later
-        return order
-
-    def node(self, proto: onnx.NodeProto, known: frozenset[str], depth: int = 0) -> OnnxNode:
-        """Read one node."""
+    def _node(self, proto: onnx.NodeProto, known: Set[str]) -> OnnxNode:
         names = [proto.op_type, proto.domain, *proto.input, *proto.output, *(a.name for a in proto.attribute)]
         if not all(isinstance(name, str) for name in names):  # protobuf gives bytes for invalid UTF-8
             raise self._bad("has a node with a name that is not UTF-8")
         op = proto.op_type if proto.domain in ("", "ai.onnx") else f"{proto.domain}.{proto.op_type}"
-        attrs = {a.name: self._attribute(a, known, depth) for a in proto.attribute}
-        node = OnnxNode(op, proto.input, proto.output)
-        node.attrs, node.label, node.version = attrs, _label(proto), self.opset
-        return node
+        attrs = {a.name: self._attribute(helper.get_attribute_value(a), known) for a in proto.attribute}
+        return OnnxNode(op, [*proto.input], [*proto.output], attrs, _label(proto), self.opset)
 
-    def _attribute(self, proto: AttributeProto, known: frozenset[str], depth: int) -> Any:
-        if proto.type == AttributeProto.TENSOR:
-            return self.array(proto.t)
-        if proto.type == AttributeProto.GRAPH:
-            return self.read_body(proto.g, known, depth + 1)
-        value = helper.get_attribute_value(proto)
-        if isinstance(value, bytes):
-            return value.decode("utf-8", "replace")
-        if proto.type == AttributeProto.STRINGS:
-            return [each.decode("utf-8", "replace") for each in value]
-        return list(value) if proto.type in (AttributeProto.INTS, AttributeProto.FLOATS) else value
+    def _attribute(self, value: Any, known: Set[str]) -> Any:
+        if isinstance(value, TensorProto):
+            return self.array(value)
+        if isinstance(value, onnx.GraphProto):
+            return self.read_body(value, known)
+        if isinstance(value, list):
+            return [self._attribute(each, known) for each in value]
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
     # -- constants -----------------------------------------------------------------------------
 
@@ -272,23 +228,18 @@ class OnnxFile:
         shape = tuple(tensor.dims)
         if min(shape, default=0) < 0:
             raise self._bad(f"has {name!r} with a negative extent, {list(shape)}")
-        n = math.prod(shape)
-        if tensor.data_location == TensorProto.EXTERNAL:
-            data: Any = self._external(tensor, n * dtype.itemsize)
-        elif tensor.HasField("raw_data"):
-            data = tensor.raw_data
-        else:
-            items = getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))
-            if len(items) != n:
-                raise self._bad(f"has {name!r} of {list(shape)} with {len(items)} values, not {n}")
-            return np.asarray(numpy_helper.to_array(tensor), dtype)
-        if len(data) != n * dtype.itemsize:
-            raise self._bad(f"has {name!r} of {list(shape)} with {len(data)} bytes, not {n * dtype.itemsize}")
+        if tensor.data_location != TensorProto.EXTERNAL:
+            return np.asarray(numpy_helper.to_array(tensor))
+        nbytes = math.prod(shape) * dtype.itemsize
+        data = self._external(tensor, nbytes)
+        if len(data) != nbytes:
+            raise self._bad(f"has {name!r} of {list(shape)} with {len(data)} bytes, not {nbytes}")
         return np.frombuffer(data, dtype.newbyteorder("<")).reshape(shape)
 
     def _external(self, tensor: TensorProto, nbytes: int) -> Array:
         told = {entry.key: entry.value for entry in tensor.external_data}
         location, offset = told.get("location", ""), int(told.get("offset", "0"))
+        length = int(told.get("length", nbytes))
         if self._folder is None:
             raise self._bad(f"keeps {tensor.name!r} in the file {location!r}; give the model's path")
         path = (self._folder / location).resolve()
@@ -297,7 +248,6 @@ class OnnxFile:
         file = self._mapped.get(path)
         if file is None:
             file = self._mapped[path] = MappedFile(path)
-        length = int(told.get("length", nbytes))
         if offset < 0 or length < 0 or offset + length > file.data.size:
             raise self._bad(
                 f"keeps {tensor.name!r} at byte {offset} to {offset + length} of {location!r}, which has "

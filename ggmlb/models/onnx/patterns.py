@@ -65,9 +65,7 @@ class Patterns:
 
     def replace(self, last: OnnxNode, op: str, inputs: Sequence[str], **attrs: object) -> None:
         """Replace the node at the end of a chain; those before it are left without users."""
-        new = OnnxNode(op, inputs, last.outputs, **attrs)
-        new.label, new.version = last.label, last.version
-        self.replaced[id(last)] = new
+        self.replaced[id(last)] = OnnxNode(op, inputs, last.outputs, attrs, last.label, last.version)
 
     # -- the chains ----------------------------------------------------------------------------
 
