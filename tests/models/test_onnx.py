@@ -365,7 +365,7 @@ BAD = {
     ),
     "a missing operand": (
         model([relu("a", "z", "y")], X, ["y"]),
-        "node Relu 'a' whose input 'z' .* does not exist",
+        "'a' whose input 'z' .* does not exist",
     ),
     "a missing result": (model([relu("a", "x", "y")], X, ["z"]), "output 'z'"),
     "a name twice": (model([relu("a", "x", "y"), relu("b", "x", "y")], X, ["y"]), "'y' twice"),

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ggmlb.models.onnx.file import Array, OnnxNode
+from ggmlb.models.onnx.file import DTYPES, Array, OnnxNode
+from ggmlb.models.onnx.folding import fold
 from ggmlb.models.onnx.lowering import (
     FLOAT,
     INT64,
@@ -60,9 +61,14 @@ def _log_sum(b: Lowering, x: Operand, sign: float) -> Shaped:
     return b.unary("log", b.add(x, b.unary("sqrt", b.affine(b.unary("sqr", x), 1.0, sign))))
 
 
-def _flat(b: Lowering, x: Shaped, axis: int) -> Shaped:
-    axis = axis + x.rank if axis < 0 else axis
+def _flat(b: Lowering, x: Operand, axis: int) -> Shaped:
+    axis = axis + x.ndim if axis < 0 else axis
     return b.reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
+
+
+def _ints(b: Lowering, n: OnnxNode, told: Operand | None, name: str) -> list[int] | None:
+    """Return integers that are an operand, or an attribute in older operator sets; `None` without."""
+    return b.ints(told) if told is not None else n.get(name)
 
 
 def _shrunk(b: Lowering, n: OnnxNode, x: Operand) -> Shaped:
@@ -84,7 +90,7 @@ FORMULAS: Final[dict[str, Converter]] = {
     "Where": lambda b, n, c, x, y: replace(b.select(c, x, y), dtype=x.dtype),
     "Sum": lambda b, n, *xs: _fold(b, xs, b.add),
     "Mean": lambda b, n, *xs: b.affine(_fold(b, xs, b.add), 1 / len(xs)),
-    "Reciprocal": lambda b, n, x: b.div(b.filled(b.value(x), 1.0), x),
+    "Reciprocal": lambda b, n, x: b.div(1.0, x),
     "Tan": lambda b, n, x: b.div(b.unary("sin", x), b.unary("cos", x)),
     "Sinh": lambda b, n, x: b.affine(b.sub(b.unary("expm1", x), b.unary("expm1", b.unary("neg", x))), 0.5),
     "Cosh": lambda b, n, x: b.affine(b.add(b.unary("exp", x), b.unary("exp", b.unary("neg", x))), 0.5),
@@ -106,7 +112,7 @@ FORMULAS: Final[dict[str, Converter]] = {
     "Shrink": _shrunk,
     "Shape": lambda b, n, x: np.array(x.shape[slice(n.get("start", 0), n.get("end"))], np.int64),
     "Size": lambda b, n, x: np.array(math.prod(x.shape), np.int64),
-    "Transpose": lambda b, n, x: b.transpose(x, n.get("perm") or range(x.rank)[::-1]),
+    "Transpose": lambda b, n, x: b.transpose(x, n.get("perm") or range(x.ndim)[::-1]),
     "Expand": lambda b, n, x, shape: b.expand(x, broadcast("Expand", x.shape, tuple(b.ints(shape)))),
     "Flatten": lambda b, n, x: _flat(b, x, n.get("axis", 1)),
 }
@@ -135,10 +141,7 @@ def identity(
     """The operand; dropout is for training."""
     if training and bool(b.const(training[0])) and (ratio is None or float(b.const(ratio).reshape(())) > 0):
         raise b.fail("training_mode")
-    if len(n.outputs) > 1:
-        shape = x.shape
-        return x, np.ones(shape, bool)
-    return x
+    return x, np.ones(x.shape if len(n.outputs) > 1 else 0, bool)
 
 
 @onnx_op("Round")
@@ -155,7 +158,7 @@ def round_half_even(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 def erf(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """By Abramowitz and Stegun 7.1.26, within 5e-7; the pattern of GELU is one op."""
     z = b.unary("abs", x)
-    t = b.div(b.filled(z, 1.0), b.affine(z, 0.3275911, 1.0))
+    t = b.div(1.0, b.affine(z, 0.3275911, 1.0))
     p = b.affine(t, 1.061405429, -1.453152027)
     for c in (1.421413741, -0.284496736, 0.254829592):
         p = b.affine(b.mul(p, t), 1.0, c)
@@ -172,15 +175,13 @@ def clip(
         return b.clamp(x, n.get("min", -math.inf), n.get("max", math.inf))
     least = -math.inf if low is None else float(b.const(low).reshape(()))
     most = math.inf if high is None else float(b.const(high).reshape(()))
-    if least > most:
-        return b.filled(b.value(x), most)
-    return b.clamp(x, least, most)
+    return b.clamp(x, min(least, most), most)
 
 
 @onnx_op("Cast", "CastLike")
-def cast(b: Lowering, n: OnnxNode, x: Shaped, like: Operand | None = None) -> Results:
+def cast(b: Lowering, n: OnnxNode, x: Operand, like: Operand | None = None) -> Results:
     """To float32, float16 (computed as float32), integers or booleans."""
-    to = like.dtype if like is not None else n.attrs["dtype"]
+    to = DTYPES.get(n.get("to")) if like is None else like.dtype
     if to is None or to.name not in ("float32", "float16", "int64", "int32", "bool"):
         raise b.fail(f"a cast to {to}")
     v = b.value(x)
@@ -226,7 +227,7 @@ def power(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
     p = b.scalar(y)
     if p is None:
         raise b.fail("an exponent that is not one constant")
-    if len(y.shape) > len(x.shape):
+    if y.ndim > x.ndim:
         raise b.fail("an exponent of more axes than the base")
     if p == 2.0:
         return replace(b.unary("sqr", x), dtype=x.dtype)
@@ -239,7 +240,7 @@ def power(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
         root = b.unary("sqrt", x)
         result = root if result is None else b.mul(result, root)
     assert result is not None
-    return result if p > 0 else b.div(b.filled(result, 1.0), result)
+    return result if p > 0 else b.div(1.0, result)
 
 
 @onnx_op("Max", "Min")
@@ -284,7 +285,7 @@ def reshape(b: Lowering, n: OnnxNode, x: Operand, shape: Operand | None = None) 
     """0 keeps an extent, -1 is what is left."""
     told = b.ints(shape) if shape is not None else [int(i) for i in n.get("shape", [])]
     if not n.get("allowzero"):
-        told = [x.shape[i] if m == 0 and i < len(x.shape) else m for i, m in enumerate(told)]
+        told = [x.shape[i] if m == 0 and i < x.ndim else m for i, m in enumerate(told)]
     if told.count(-1) == 1:
         known = -math.prod(told)
         if known <= 0 or math.prod(x.shape) % known:
@@ -293,40 +294,34 @@ def reshape(b: Lowering, n: OnnxNode, x: Operand, shape: Operand | None = None) 
     return b.reshape(x, told)
 
 
-def _axes(b: Lowering, n: OnnxNode, told: Operand | None, rank: int) -> list[int] | None:
-    axes = b.ints(told) if told is not None else n.get("axes")
-    return None if axes is None else [normal_axis(n.op, int(i), rank) for i in axes]
+def _axes(b: Lowering, n: OnnxNode, told: Operand | None, ndim: int) -> list[int] | None:
+    axes = _ints(b, n, told, "axes")
+    return None if axes is None else [normal_axis(n.op, i, ndim) for i in axes]
 
 
 @onnx_op("Squeeze")
-def squeeze(b: Lowering, n: OnnxNode, x: Shaped, axes: Operand | None = None) -> Results:
+def squeeze(b: Lowering, n: OnnxNode, x: Operand, axes: Operand | None = None) -> Results:
     """Without axes of one element."""
-    gone = _axes(b, n, axes, x.rank)
+    gone = _axes(b, n, axes, x.ndim)
     gone = [i for i, m in enumerate(x.shape) if m == 1] if gone is None else gone
     return b.reshape(x, [m for i, m in enumerate(x.shape) if i not in gone])
 
 
 @onnx_op("Unsqueeze")
-def unsqueeze(b: Lowering, n: OnnxNode, x: Shaped, axes: Operand | None = None) -> Results:
+def unsqueeze(b: Lowering, n: OnnxNode, x: Operand, axes: Operand | None = None) -> Results:
     """With axes of one element."""
-    told = b.ints(axes) if axes is not None else list(n.get("axes", []))
-    rank = x.rank + len(told)
-    new = {normal_axis(n.op, int(i), rank) for i in told}
-    rest = iter(x.shape)
-    return b.reshape(x, [1 if i in new else next(rest) for i in range(rank)])
+    ndim = x.ndim + len(_ints(b, n, axes, "axes") or [])
+    new, rest = _axes(b, n, axes, ndim) or [], iter(x.shape)
+    return b.reshape(x, [1 if i in new else next(rest) for i in range(ndim)])
 
 
 @onnx_op("Tile")
-def tile(b: Lowering, n: OnnxNode, x: Shaped, repeats: Operand) -> Results:
+def tile(b: Lowering, n: OnnxNode, x: Operand, repeats: Operand) -> Results:
     """Repeated along each axis."""
     for axis, times in enumerate(b.ints(repeats)):
-        if times != 1:
-            v, outer, m, inner = b.parted(x, axis)
-            shape = (*x.shape[:axis], m * times, *x.shape[axis + 1 :])
-            if math.prod(shape) >= 1 << 31:
-                raise b.fail(f"a result of shape {shape}")
-            t = b.ctx.repeat_4d(v.tensor, inner, m * times, outer, 1)
-            x = b.made(b.ctx.reshape_4d(t, *extents(shape)), shape, x.dtype)
+        v, outer, m, inner = b.parted(x, axis)
+        many = b.expand(b.reshape(v, (outer, 1, m * inner)), (outer, times, m * inner))
+        x = b.reshape(many, (*x.shape[:axis], m * times, *x.shape[axis + 1 :]))
     return x
 
 
@@ -338,10 +333,10 @@ def concat(b: Lowering, n: OnnxNode, *xs: Operand) -> Results:
 
 
 @onnx_op("Split")
-def split(b: Lowering, n: OnnxNode, x: Shaped, sizes: Operand | None = None) -> Results:
+def split(b: Lowering, n: OnnxNode, x: Operand, sizes: Operand | None = None) -> Results:
     """Parts along an axis."""
-    axis = normal_axis("Split", n.get("axis", 0), x.rank)
-    told = b.ints(sizes) if sizes is not None else n.get("split")
+    axis = normal_axis("Split", n.get("axis", 0), x.ndim)
+    told = _ints(b, n, sizes, "split")
     if told is None:
         count = n.get("num_outputs", len(n.outputs))
         each = -(-x.shape[axis] // count)
@@ -356,16 +351,15 @@ def split(b: Lowering, n: OnnxNode, x: Shaped, sizes: Operand | None = None) -> 
 def slice_(
     b: Lowering,
     n: OnnxNode,
-    x: Shaped,
+    x: Operand,
     starts: Operand | None = None,
     ends: Operand | None = None,
     axes: Operand | None = None,
     steps: Operand | None = None,
 ) -> Results:
     """Ranges along axes; with a step, elements by index."""
-    first = b.ints(starts) if starts is not None else list(n.get("starts", []))
-    last = b.ints(ends) if ends is not None else list(n.get("ends", []))
-    along = _axes(b, n, axes, x.rank) or list(range(len(first)))
+    first, last = _ints(b, n, starts, "starts") or [], _ints(b, n, ends, "ends") or []
+    along = _axes(b, n, axes, x.ndim) or list(range(len(first)))
     by = b.ints(steps) if steps is not None else [1] * len(first)
     if not len(first) == len(last) == len(along) == len(by) or 0 in by:
         raise b.fail(f"starts {first}, ends {last}, axes {along}, steps {by}")
@@ -376,14 +370,14 @@ def slice_(
         if step == 1:
             x = b.slice(x, axis, start, max(stop, start))
         else:
-            x = replace(b.take(x, np.arange(start, stop, step), axis), dtype=x.dtype)
+            x = b.take(x, np.arange(start, stop, step), axis)
     return x
 
 
 @onnx_op("Gather")
 def gather(b: Lowering, n: OnnxNode, x: Operand, indices: Operand) -> Results:
     """Elements at indices along an axis."""
-    axis = normal_axis("Gather", n.get("axis", 0), len(x.shape))
+    axis = normal_axis("Gather", n.get("axis", 0), x.ndim)
     if isinstance(indices, np.ndarray) and indices.ndim == 0:
         at = int(indices) + (x.shape[axis] if indices < 0 else 0)
         if not 0 <= at < x.shape[axis]:
@@ -396,42 +390,36 @@ def gather(b: Lowering, n: OnnxNode, x: Operand, indices: Operand) -> Results:
 @onnx_op("GatherElements")
 def gather_elements(b: Lowering, n: OnnxNode, x: Operand, indices: Operand) -> Results:
     """One element for each index."""
-    rank, shape = len(x.shape), tuple(indices.shape)
-    axis = normal_axis("GatherElements", n.get("axis", 0), rank)
-    strides = [math.prod(x.shape[i + 1 :]) for i in range(rank)]
-    grid = np.indices(shape, np.float32)
-    base = sum((grid[i] * strides[i] for i in range(rank) if i != axis), np.zeros(shape, np.float32))
-    at = b.value(indices)
-    at = b.add(at, b.affine(b.unary("step", b.unary("neg", at)), float(x.shape[axis])))
-    flat = b.add(b.affine(at, float(strides[axis])), base.astype(np.float32))
-    found = b.take(b.reshape(x, (math.prod(x.shape),)), b.reshape(flat, (math.prod(shape),)), 0)
-    return replace(b.reshape(found, shape), dtype=x.dtype)
+    axis, shape = normal_axis("GatherElements", n.get("axis", 0), x.ndim), indices.shape
+    strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
+    others = [0 if i == axis else stride for i, stride in enumerate(strides)]
+    base = np.tensordot(np.array(others, np.float32), np.indices(shape, np.float32), 1)
+    flat = b.add(b.affine(b.from_first(indices, x.shape[axis]), float(strides[axis])), base)
+    return b.take(b.reshape(x, (math.prod(x.shape),)), flat, 0)
 
 
 @onnx_op("Pad")
 def pad(
     b: Lowering,
     n: OnnxNode,
-    x: Shaped,
+    x: Operand,
     pads: Operand | None = None,
     fill: Operand | None = None,
     axes: Operand | None = None,
 ) -> Results:
     """With a constant, or with elements of `x`; negative widths cut off."""
-    told = b.ints(pads) if pads is not None else list(n.get("pads", n.get("paddings", [])))
+    told = _ints(b, n, pads, "pads") or n.get("paddings", [])
     number = float(b.const(fill).reshape(())) if fill is not None else n.get("value", 0.0)
-    along = _axes(b, n, axes, x.rank) if axes is not None else list(range(x.rank))
-    assert along is not None
+    along = _axes(b, n, axes, x.ndim) or list(range(x.ndim))
     if len(told) != 2 * len(along):
         raise b.fail(f"{len(told)} widths for {len(along)} axes")
     mode, half = n.get("mode", "constant"), len(along)
-    dtype = x.dtype
     for axis, before, after in zip(along, told[:half], told[half:], strict=True):
         x = _padded(b, x, axis, (before, after), mode, number)
-    return replace(x, dtype=dtype)
+    return x
 
 
-def _padded(b: Lowering, x: Shaped, axis: int, width: tuple[int, int], mode: str, fill: float) -> Shaped:
+def _padded(b: Lowering, x: Operand, axis: int, width: tuple[int, int], mode: str, fill: float) -> Shaped:
     before, after = width
     m = x.shape[axis]
     if before < 0 or after < 0:
@@ -439,27 +427,24 @@ def _padded(b: Lowering, x: Shaped, axis: int, width: tuple[int, int], mode: str
         x = b.slice(x, axis, start, max(stop, start))
         m, before, after = x.shape[axis], max(before, 0), max(after, 0)
     if before == after == 0:
-        return x
+        return b.value(x)
     if m + before + after > 1 << 31:
         raise b.fail(f"widths {before} and {after}")
     if mode != "constant":
-        modes = {"reflect": "reflect", "edge": "edge", "wrap": "wrap"}
-        if mode not in modes or not m:
-            raise b.fail(f"mode {mode!r}")
-        kinds: Any = modes[mode]
-        return b.take(x, np.pad(np.arange(m), (before, after), mode=kinds), axis)
+        kind: Any = mode
+        return b.take(x, np.pad(np.arange(m), (before, after), mode=kind), axis)
     v, outer, _, inner = b.parted(x, axis)
     shape = (*x.shape[:axis], m + before + after, *x.shape[axis + 1 :])
     t = b.ctx.pad_ext(v.tensor, 0, 0, before, after)
     if fill:
         edge = np.zeros((m + before + after, 1), np.float32)
         edge[:before], edge[before + m :] = fill, fill
-        return b.reshape(b.add(b.made(t, (outer, shape[axis], inner)), edge), shape)
+        return b.reshape(b.add(b.made(t, (outer, shape[axis], inner), x.dtype), edge), shape)
     return b.made(b.ctx.reshape_4d(t, *extents(shape)), shape, x.dtype)
 
 
 @onnx_op("DepthToSpace")
-def depth_to_space(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+def depth_to_space(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Channels to blocks of pixels."""
     (count, c, h, w), k = x.shape, n.get("blocksize", 1)
     if n.get("mode", "DCR") == "CRD":
@@ -470,7 +455,7 @@ def depth_to_space(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
 
 
 @onnx_op("SpaceToDepth")
-def space_to_depth(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+def space_to_depth(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Blocks of pixels to channels."""
     (count, c, h, w), k = x.shape, n.get("blocksize", 1)
     order = (0, 1, 3, 5, 2, 4) if n.get("mode", "DCR") == "CRD" else (0, 3, 5, 1, 2, 4)
@@ -479,7 +464,7 @@ def space_to_depth(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
 
 
 @onnx_op("Trilu")
-def trilu(b: Lowering, n: OnnxNode, x: Shaped, k: Operand | None = None) -> Results:
+def trilu(b: Lowering, n: OnnxNode, x: Operand, k: Operand | None = None) -> Results:
     """A triangle of each matrix, 0 elsewhere."""
     diagonal = 0 if k is None else b.ints(k)[0]
     rows, columns = x.shape[-2:]
@@ -493,10 +478,9 @@ def one_hot(b: Lowering, n: OnnxNode, indices: Operand, depth: Operand, values: 
     count, (off, on) = b.ints(depth)[0], b.const(values).reshape(2)
     if not 0 < count < 1 << 24:
         raise b.fail(f"depth {count}")
-    axis = normal_axis("OneHot", n.get("axis", -1), len(indices.shape) + 1)
+    axis = normal_axis("OneHot", n.get("axis", -1), indices.ndim + 1)
     shape = (*indices.shape[:axis], 1, *indices.shape[axis:])
-    at = b.value(b.reshape(indices, shape))
-    at = b.add(at, b.affine(b.unary("step", b.unary("neg", at)), float(count)))
+    at = b.from_first(b.reshape(indices, shape), count)
     places = np.arange(count, dtype=np.float32).reshape(-1, *(1,) * (len(shape) - axis - 1))
     other = b.unary("step", b.unary("abs", b.sub(at, places)))
     return replace(b.affine(other, float(off) - float(on), float(on)), dtype=np.asarray(values).dtype)
@@ -504,55 +488,47 @@ def one_hot(b: Lowering, n: OnnxNode, indices: Operand, depth: Operand, values: 
 
 # -- rows ---------------------------------------------------------------------------------------
 
-REDUCTIONS = (
-    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin",
-    "ReduceSum", "ReduceSumSquare",
-)  # fmt: skip
+REDUCTIONS: Final[dict[str, tuple[str | None, str, str | None]]] = {
+    "ReduceL1": ("abs", "sum_rows", None), "ReduceL2": ("sqr", "sum_rows", "sqrt"),
+    "ReduceLogSum": (None, "sum_rows", "log"), "ReduceMax": (None, "max", None),
+    "ReduceMean": (None, "mean", None), "ReduceMin": ("neg", "max", "neg"),
+    "ReduceSum": (None, "sum_rows", None), "ReduceSumSquare": ("sqr", "sum_rows", None),
+}  # fmt: skip
+"""Functions of the elements, of a row, and of its result."""
 
 
-def _max_rows(b: Lowering, rows: Shaped) -> Shaped:
-    m, k = rows.shape
-    at = b.ctx.reshape_2d(b.ctx.argmax(rows.tensor), 1, m)  # POOL_1D makes -inf the least float
-    found = b.ctx.get_rows(b.ctx.reshape_3d(rows.tensor, 1, k, m), at)
-    return b.made(b.ctx.reshape_2d(found, 1, m), (m, 1), rows.dtype)
-
-
-@onnx_op(*REDUCTIONS)
-def reduce(b: Lowering, n: OnnxNode, x: Shaped, axes: Operand | None = None) -> Results:
+@onnx_op(*REDUCTIONS, "ReduceLogSumExp")
+def reduce(b: Lowering, n: OnnxNode, x: Operand, axes: Operand | None = None) -> Results:
     """Along axes, moved behind the others."""
-    told = _axes(b, n, axes, x.rank)
+    told = _axes(b, n, axes, x.ndim)
     if not told:
         if n.get("noop_with_empty_axes"):
             return x
-        told = list(range(x.rank))
+        told = list(range(x.ndim))
     shape = [1 if i in told else m for i, m in enumerate(x.shape) if i not in told or n.get("keepdims", 1)]
     if 0 in x.shape:
         raise b.fail("a reduction of no elements")
     rows, _ = b.last(x, sorted(told))
-    kind = n.op.removeprefix("Reduce")
-    if kind in ("L1", "L2", "SumSquare"):
-        rows = b.unary("abs" if kind == "L1" else "sqr", rows)
-    if kind in ("Max", "Min"):
-        y = _max_rows(b, rows if kind == "Max" else b.unary("neg", rows))
-        y = y if kind == "Max" else b.unary("neg", y)
-    elif kind == "Mean":
-        y = b.unary("mean", rows)
-    elif kind == "LogSumExp":
-        most = _max_rows(b, rows)
-        total = b.unary("sum_rows", b.unary("exp", b.sub(rows, most)))
-        y = b.add(b.unary("log", replace(total, shape=most.shape)), most)
+    if n.op == "ReduceLogSumExp":
+        low, most = _below_max(b, rows)
+        y = b.add(b.unary("log", b.reduced("sum_rows", b.unary("exp", low))), most)
     else:
-        y = b.unary("sum_rows", rows)
-    y = replace(y, shape=(rows.shape[0], 1))
-    if kind in ("L2", "LogSum"):
-        y = b.unary("sqrt" if kind == "L2" else "log", y)
-    return replace(b.reshape(y, shape), dtype=x.dtype)
+        before, fn, behind = REDUCTIONS[n.op]
+        y = b.reduced(fn, rows if before is None else b.unary(before, rows))
+        y = y if behind is None else b.unary(behind, y)
+    return b.reshape(y, shape)
+
+
+def _below_max(b: Lowering, rows: Shaped) -> tuple[Shaped, Shaped]:
+    """Return rows less their maxima, and these."""
+    most = b.reduced("max", rows)
+    return b.sub(rows, most), most
 
 
 @onnx_op("ArgMax", "ArgMin")
-def arg_extreme(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+def arg_extreme(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Index of the first largest or smallest element along an axis."""
-    axis = normal_axis(n.op, n.get("axis", 0), x.rank)
+    axis = normal_axis(n.op, n.get("axis", 0), x.ndim)
     if n.get("select_last_index"):
         raise b.fail("select_last_index")
     rows, _ = b.last(x if n.op == "ArgMax" else b.unary("neg", x), [axis])
@@ -561,86 +537,66 @@ def arg_extreme(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
 
 
 @onnx_op("TopK")
-def top_k(b: Lowering, n: OnnxNode, x: Shaped, k: Operand | None = None) -> Results:
+def top_k(b: Lowering, n: OnnxNode, x: Operand, k: Operand | None = None) -> Results:
     """Largest or smallest elements along an axis, and their indices."""
-    axis = normal_axis("TopK", n.get("axis", -1), x.rank)
+    axis = normal_axis("TopK", n.get("axis", -1), x.ndim)
     count = b.ints(k)[0] if k is not None else n.get("k", 1)
     if not 0 <= count <= x.shape[axis]:
         raise b.fail(f"{count} of {x.shape[axis]} elements")
-    rows, order = b.last(x, [axis])
+    rows, _ = b.last(x, [axis])
     m, width = rows.shape
     key = b.unary("neg", rows) if n.get("largest", 1) else rows  # of equal elements, the first comes first
     by = b.ctx.argsort(key.tensor, "asc")
     ids = b.ctx.cont(b.ctx.view_2d(by, count, m, by.nb[1]))
     found = b.ctx.get_rows(b.ctx.reshape_4d(rows.tensor, 1, width, m, 1), b.ctx.reshape_2d(ids, count, m))
-    shape = [*(x.shape[i] for i in order[:-1]), count]
-    back = [order.index(i) for i in range(x.rank)]
-    values = b.made(b.ctx.reshape_4d(found, *extents(shape)), shape, x.dtype)
-    places = b.made(b.ctx.reshape_4d(b.ctx.cast(ids, "f32"), *extents(shape)), shape, INT64)
-    return b.transpose(values, back), b.transpose(places, back)
+    places = b.made(b.ctx.cast(ids, "f32"), (m, count), INT64)
+    values = b.made(b.ctx.reshape_2d(found, count, m), (m, count), x.dtype)
+    return tuple(b.along(x, [axis], lambda _: values, lambda _: places))
 
 
 @onnx_op("CumSum")
-def cumsum(b: Lowering, n: OnnxNode, x: Shaped, axis: Operand) -> Results:
+def cumsum(b: Lowering, n: OnnxNode, x: Operand, axis: Operand) -> Results:
     """Running sum along an axis."""
-    along = normal_axis("CumSum", b.ints(axis)[0], x.rank)
-    if n.get("reverse"):
-        x = replace(b.take(x, np.arange(x.shape[along])[::-1], along), dtype=x.dtype)
-    order = [i for i in range(x.rank) if i != along] + [along]
-    moved = b.transpose(b.value(x), order)
-    total = b.unary("cumsum", moved)
-    if n.get("exclusive"):
-        total = b.sub(total, moved)
-    result = b.transpose(total, [order.index(i) for i in range(x.rank)])
-    if n.get("reverse"):
-        result = b.take(result, np.arange(x.shape[along])[::-1], along)
-    return replace(result, dtype=x.dtype)
+    along = normal_axis("CumSum", b.ints(axis)[0], x.ndim)
+    backwards = np.arange(x.shape[along])[::-1]
+    x = b.take(x, backwards, along) if n.get("reverse") else x
+    (total,) = b.along(x, [along], lambda rows: b.unary("cumsum", rows))
+    total = b.sub(total, x) if n.get("exclusive") else total
+    return b.take(total, backwards, along) if n.get("reverse") else total
 
 
-def _along(b: Lowering, n: OnnxNode, x: Shaped, fn: Callable[[Shaped], Shaped]) -> Shaped:
+def _along(b: Lowering, n: OnnxNode, x: Operand, fn: Callable[[Shaped], Shaped]) -> Shaped:
     """Apply a function of rows along an axis; before operator set 13, the axes from it on are a row."""
-    axis = normal_axis(n.op, n.get("axis", -1 if n.version >= 13 else 1), x.rank)
-    axes = [axis] if n.version >= 13 else list(range(axis, x.rank))
-    rows, order = b.last(x, axes)
-    y = fn(rows)
-    moved = b.reshape(y, [x.shape[i] for i in order])
-    back = [order.index(i) for i in range(x.rank)]
-    return replace(b.transpose(moved, back), dtype=x.dtype)
+    axis = normal_axis(n.op, n.get("axis", -1 if n.version >= 13 else 1), x.ndim)
+    return b.along(x, [axis] if n.version >= 13 else list(range(axis, x.ndim)), fn)[0]
 
 
 @onnx_op("Softmax")
-def softmax(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+def softmax(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Along an axis."""
-    axis = n.get("axis", -1 if n.version >= 13 else 1) % max(x.rank, 1)
-    if axis == x.rank - 1:
-        return b.unary("soft_max", x)
     return _along(b, n, x, lambda rows: b.unary("soft_max", rows))
 
 
 @onnx_op("MaskedSoftmax")
 def masked_softmax(b: Lowering, n: OnnxNode, x: Operand, mask: Operand | None = None) -> Results:
     """Of the pattern `softmax(x * scale + mask)`, over the last axis."""
-    v = b.value(x)
-    scale = n.get("scale", 1.0)
-    if mask is None:
-        return b.made(b.ctx.soft_max_ext(v.tensor, None, scale), v.shape, v.dtype)
-    m = b.value(mask)
-    lead = (1,) * (v.rank - m.rank) + m.shape
-    if v.rank > 4 or m.rank > v.rank or broadcast("Softmax", v.shape, m.shape) != v.shape:
-        total = b.add(b.affine(v, scale), m)
-        return b.unary("soft_max", total)
-    m = b.expand(m, (*lead[:-2], *v.shape[-2:]))
-    return b.made(b.ctx.soft_max_ext(v.tensor, m.tensor, scale), v.shape, v.dtype)
+    v, scale = b.value(x), n.get("scale", 1.0)
+    m = None if mask is None else b.value(mask)
+    if m is not None:
+        if v.ndim > 4 or m.ndim > v.ndim or broadcast("Softmax", v.shape, m.shape) != v.shape:
+            return b.unary("soft_max", b.add(b.affine(v, scale), m))
+        lead = (1,) * (v.ndim - m.ndim) + m.shape
+        m = b.expand(m, (*lead[:-2], *v.shape[-2:]))
+    return b.made(b.ctx.soft_max_ext(v.tensor, None if m is None else m.tensor, scale), v.shape, v.dtype)
 
 
 @onnx_op("LogSoftmax")
-def log_softmax(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+def log_softmax(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Along an axis, without small numbers."""
 
     def rows_of(rows: Shaped) -> Shaped:
-        low = b.sub(rows, _max_rows(b, rows))
-        total = replace(b.unary("sum_rows", b.unary("exp", low)), shape=(rows.shape[0], 1))
-        return b.sub(low, b.unary("log", total))
+        low, _ = _below_max(b, rows)
+        return b.sub(low, b.unary("log", b.reduced("sum_rows", b.unary("exp", low))))
 
     return _along(b, n, x, rows_of)
 
@@ -648,37 +604,33 @@ def log_softmax(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
 # -- norms --------------------------------------------------------------------------------------
 
 
-def _normed(b: Lowering, fn: str, x: Shaped, rows: tuple[int, int], eps: float) -> Shaped:
+def _normed(b: Lowering, fn: str, x: Operand, rows: Sequence[int], eps: float) -> Shaped:
     v = b.reshape(b.value(x), rows)
     return b.reshape(b.made(getattr(b.ctx, fn)(v.tensor, eps), rows, x.dtype), x.shape)
 
 
 @onnx_op("LayerNormalization", "RMSNormalization")
 def layer_norm(
-    b: Lowering, n: OnnxNode, x: Shaped, w: Operand | None = None, bias: Operand | None = None
+    b: Lowering, n: OnnxNode, x: Operand, w: Operand | None = None, bias: Operand | None = None
 ) -> Results:
     """Over the axes from `axis` on."""
     if len([name for name in n.outputs if name]) > 1:
         raise b.fail("the results Mean and InvStdDev")
-    axis = normal_axis(n.op, n.get("axis", -1), x.rank)
+    axis = normal_axis(n.op, n.get("axis", -1), x.ndim)
     rows = math.prod(x.shape[:axis]), math.prod(x.shape[axis:])
     y = _normed(b, "norm" if n.op == "LayerNormalization" else "rms_norm", x, rows, n.get("epsilon", 1e-5))
     y = y if w is None else b.mul(y, w)
     return y if bias is None else b.add(y, bias)
 
 
-def _channels(x: Operand, rank: int) -> Operand | None:
-    """A vector for the channels, axis 1 of `rank`, as an operand that broadcasts."""
-    return np.reshape(x, (-1, *(1,) * (rank - 2))) if isinstance(x, np.ndarray) else None
-
-
-def _per_channel(b: Lowering, x: Operand, rank: int) -> Operand:
-    shaped = _channels(x, rank)
-    return b.reshape(x, (x.shape[0], *(1,) * (rank - 2))) if shaped is None else shaped
+def _per_channel(b: Lowering, x: Operand, ndim: int) -> Operand:
+    """Return a vector for the channels, axis 1 of `ndim`, as an operand that broadcasts."""
+    shape = (x.shape[0], *(1,) * (ndim - 2))
+    return np.reshape(x, shape) if isinstance(x, np.ndarray) else b.reshape(x, shape)
 
 
 @onnx_op("InstanceNormalization", "GroupNormalization")
-def group_norm(b: Lowering, n: OnnxNode, x: Shaped, w: Operand, bias: Operand) -> Results:
+def group_norm(b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Operand) -> Results:
     """Over groups of channels; an instance's are one channel each."""
     groups = x.shape[1] if n.op == "InstanceNormalization" else n.get("num_groups", 1)
     if x.shape[1] % groups:
@@ -688,17 +640,17 @@ def group_norm(b: Lowering, n: OnnxNode, x: Shaped, w: Operand, bias: Operand) -
         w, bias = (np.repeat(b.const(v), each) for v in (w, bias))
     rows = x.shape[0] * groups, math.prod(x.shape[1:]) // groups
     y = _normed(b, "norm", x, rows, n.get("epsilon", 1e-5))
-    return b.add(b.mul(y, _per_channel(b, w, x.rank)), _per_channel(b, bias, x.rank))
+    return b.add(b.mul(y, _per_channel(b, w, x.ndim)), _per_channel(b, bias, x.ndim))
 
 
 @onnx_op("BatchNormalization")
 def batch_norm(
-    b: Lowering, n: OnnxNode, x: Shaped, w: Operand, bias: Operand, mean: Operand, var: Operand
+    b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Operand, mean: Operand, var: Operand
 ) -> Results:
     """A scale and a bias for each channel, of constants folded."""
     if n.get("training_mode") or len([name for name in n.outputs if name]) > 1:
         raise b.fail("training_mode")
-    eps, rank = n.get("epsilon", 1e-5), x.rank
+    eps, rank = n.get("epsilon", 1e-5), x.ndim
     if all(isinstance(v, np.ndarray) for v in (w, bias, mean, var)):
         scale = (b.const(w) / np.sqrt(b.const(var) + eps)).astype(np.float32)
         shift = (b.const(bias) - b.const(mean) * scale).astype(np.float32)
@@ -709,19 +661,17 @@ def batch_norm(
 
 
 @onnx_op("LpNormalization")
-def lp_norm(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+def lp_norm(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Divided by the norm along an axis; 0 stays 0."""
     length = reduce(b, replace(n, op=f"ReduceL{n.get('p', 2)}", attrs={"axes": [n.get("axis", -1)]}), x)
     return b.div(x, b.clamp(length, low=float(np.finfo(np.float32).tiny)))  # type: ignore[arg-type]
 
 
 @onnx_op("MeanVarianceNormalization")
-def mean_variance_norm(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+def mean_variance_norm(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Over axes, by default all but the channels."""
-    rows, order = b.last(x, [normal_axis(n.op, i, x.rank) for i in n.get("axes", [0, 2, 3])])
-    y = b.made(b.ctx.norm(rows.tensor, 1e-9), [x.shape[i] for i in order])
-    y = b.reshape(y, [x.shape[i] for i in order])
-    return b.transpose(y, [order.index(i) for i in range(x.rank)])
+    axes = [normal_axis(n.op, i, x.ndim) for i in n.get("axes", [0, 2, 3])]
+    return b.along(x, axes, lambda rows: _normed(b, "norm", rows, rows.shape, 1e-9))[0]
 
 
 # -- products -----------------------------------------------------------------------------------
@@ -731,7 +681,7 @@ def mean_variance_norm(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
 def matmul(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
     """NumPy's matmul; constant matrices are transposed once."""
     dtype = x.dtype if isinstance(x, Shaped) else y.dtype
-    left, right = len(x.shape), len(y.shape)
+    left, right = x.ndim, y.ndim
     if not left or not right:
         raise b.fail("a product with a scalar")
     p = b.reshape(x, (1, *x.shape)) if left == 1 else x
@@ -748,7 +698,7 @@ def matmul(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
 @onnx_op("Gemm")
 def gemm(b: Lowering, n: OnnxNode, x: Operand, y: Operand, c: Operand | None = None) -> Results:
     """`alpha * x @ y + beta * c`."""
-    if len(x.shape) != 2 or len(y.shape) != 2:
+    if x.ndim != 2 or y.ndim != 2:
         raise b.fail("operands that are not matrices")
     p: Operand = b.swapped(x) if n.get("transA") else x
     if n.get("transB"):
@@ -788,59 +738,75 @@ def _spatial(b: Lowering, n: OnnxNode, x: Operand, kernel: Sequence[int]) -> tup
     return strides, dilations, before, after
 
 
-def _planes(b: Lowering, x: Operand) -> Operand:
-    """One spatial axis as two."""
-    if len(x.shape) == 4:
-        return x
-    if len(x.shape) != 3:
-        raise b.fail(f"{len(x.shape) - 2} spatial axes; 1 or 2 are supported")
-    shape = (x.shape[0], x.shape[1], 1, x.shape[2])
-    return np.reshape(x, shape) if isinstance(x, np.ndarray) else b.reshape(x, shape)
+def with_planes(convert: Converter) -> Converter:
+    """Let a converter for two spatial axes compute one axis, as the second of two."""
+
+    def planes(b: Lowering, n: OnnxNode, *operands: Operand) -> Results:
+        ndim = operands[0].ndim
+        if ndim == 4:
+            return convert(b, n, *operands)
+        if ndim != 3:
+            raise b.fail(f"{ndim - 2} spatial axes; 1 or 2 are supported")
+
+        def four(v: Operand) -> Operand:
+            shape = (*v.shape[:2], 1, *v.shape[2:])
+            return (
+                v
+                if v.ndim != 3
+                else np.reshape(v, shape)
+                if isinstance(v, np.ndarray)
+                else b.reshape(v, shape)
+            )
+
+        first = {"strides": [1], "dilations": [1], "kernel_shape": [1], "output_padding": [0], "pads": [0]}
+        attrs = {name: [*first.get(name, []), *v] if name in first else v for name, v in n.attrs.items()}
+        if attrs.get("pads"):
+            attrs["pads"][2:2] = [0]
+        y: Any = convert(b, replace(n, attrs=attrs), *map(four, operands))
+        return b.reshape(y, (*y.shape[:2], y.shape[3]))
+
+    return planes
+
+
+def _pad_planes(
+    b: Lowering, x: Operand, before: Sequence[int], after: Sequence[int], fill: float = 0.0
+) -> Shaped:
+    for axis, width in enumerate(zip(before, after, strict=True), 2):
+        x = _padded(b, x, axis, width, "constant", fill)
+    return b.value(x)
 
 
 @onnx_op("Conv")
-def conv(b: Lowering, n: OnnxNode, x: Shaped, w: Operand, bias: Operand | None = None) -> Results:
-    """Convolution over one or two axes, as patches times the kernel, or one kernel for each channel."""
+@with_planes
+def conv(b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Operand | None = None) -> Results:
+    """Convolution over one or two axes: one op for each group, or one for all if each is one channel."""
     strides, dilations, before, after = _spatial(b, n, x, w.shape[2:])
-    one = [1] * (4 - x.rank)
-    v, kernel = b.value(_planes(b, x)), _planes(b, w)
-    strides, dilations = one + strides, one + dilations
-    before, after = [0] * len(one) + before, [0] * len(one) + after
-    if before != after:
-        for axis, width in enumerate(zip(before, after, strict=True)):
-            v = _padded(b, v, axis + 2, width, "constant", 0.0)
-        before = [0, 0]
-    group, (count, c, _, _), (oc, ic, kh, kw) = n.get("group", 1), v.shape, kernel.shape
+    group, (count, c), (oc, ic, *kernel) = n.get("group", 1), x.shape[:2], w.shape
     if group < 1 or c != ic * group or oc % group:
-        raise b.fail(f"{c} channels, {group} groups and a kernel of {kernel.shape}")
-    place = (strides[1], strides[0], before[1], before[0], dilations[1], dilations[0])
+        raise b.fail(f"{c} channels, {group} groups and a kernel of {w.shape}")
+    v = b.value(x)
+    if before != after:
+        v, before = _pad_planes(b, v, before, after), [0, 0]
+    place = (*strides[::-1], *before[::-1], *dilations[::-1])
     out = [
-        (v.shape[2 + i] + 2 * before[i] - dilations[i] * (k - 1) - 1) // strides[i] + 1
-        for i, k in enumerate((kh, kw))
+        (m + 2 * p - d * (k - 1) - 1) // s + 1
+        for m, p, d, k, s in zip(v.shape[2:], before, dilations, kernel, strides, strict=True)
     ]
     if min(out) < 1:
-        raise b.fail(f"a kernel of {kernel.shape} for {x.shape}")
+        raise b.fail(f"a kernel of {w.shape} for {x.shape}")
     if group == c and ic == 1 and oc == c:
-        t = b.ctx.conv_2d_dw_direct(b.value(kernel).tensor, v.tensor, *place)
-        y = b.made(t, (count, oc, *out))
+        y = b.made(b.ctx.conv_2d_dw_direct(b.value(w).tensor, v.tensor, *place), (count, oc, *out))
     else:
-        each = oc // group
-        parts = []
+        each, parts = oc // group, []
         for g in range(group):
-            data = b.slice(v, 1, g * ic, (g + 1) * ic)
-            rows = kernel[g * each : (g + 1) * each] if isinstance(kernel, np.ndarray) else b.slice(
-                kernel, 0, g * each, (g + 1) * each
-            )  # fmt: skip
-            parts.append(_conv(b, data, rows, place, out))
+            low, high = g * each, (g + 1) * each
+            rows = w[low:high] if isinstance(w, np.ndarray) else b.slice(w, 0, low, high)
+            parts.append(_conv(b, b.slice(v, 1, g * ic, (g + 1) * ic), rows, place, out))
         y = parts[0] if group == 1 else b.concat(parts, 1)
-    if bias is not None:
-        y = b.add(y, _per_channel(b, bias, 4))
-    return replace(b.reshape(y, (count, oc, *(out if x.rank == 4 else out[1:]))), dtype=x.dtype)
+    return replace(y if bias is None else b.add(y, _per_channel(b, bias, 4)), dtype=x.dtype)
 
 
-def _conv(
-    b: Lowering, x: Shaped, w: Operand, place: tuple[int, int, int, int, int, int], out: list[int]
-) -> Shaped:
+def _conv(b: Lowering, x: Shaped, w: Operand, place: Any, out: list[int]) -> Shaped:
     """One op; of a kernel of one pixel, a product whose rows are pixels."""
     count, (oc, ic, kh, kw) = x.shape[0], w.shape
     shape = (count, oc, *out)
@@ -852,238 +818,157 @@ def _conv(
 
 
 @onnx_op("ConvTranspose")
-def conv_transpose(b: Lowering, n: OnnxNode, x: Shaped, w: Operand, bias: Operand | None = None) -> Results:
+@with_planes
+def conv_transpose(b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Operand | None = None) -> Results:
     """Transposed convolution: as the kernel's products, summed where they overlap, of equal strides."""
     if n.get("output_shape") or n.get("auto_pad", "NOTSET") != "NOTSET":
         raise b.fail("output_shape and auto_pad")
     strides, dilations, before, after = _spatial(b, n, x, w.shape[2:])
-    extra = [int(i) for i in n.get("output_padding") or [0] * len(strides)]
     if n.get("group", 1) != 1 or set(dilations) != {1}:
         raise b.fail("groups and dilations")
-    if len(set(strides)) > 1 and x.rank == 4:
+    steps = {s for s, m in zip(strides, x.shape[2:], strict=True) if m > 1} or {1}
+    if len(steps) > 1:
         raise b.fail(f"strides {strides}; they must be equal")
-    v, kernel = b.value(_planes(b, x)), _planes(b, w)
-    one = [0] * (4 - x.rank)
-    before, after, extra = one + before, one + after, one + extra
-    t = b.ctx.conv_transpose_2d_p0(b.value(kernel).tensor, v.tensor, strides[-1])
-    y = b.made(t, t.ne[::-1])
-    for i in range(len(one), 2):
-        size = y.shape[2 + i] + extra[i]
-        if extra[i]:
-            y = _padded(b, y, 2 + i, (0, extra[i]), "constant", 0.0)
-        y = b.slice(y, 2 + i, before[i], size - after[i])
-    if bias is not None:
-        y = b.add(y, _per_channel(b, bias, 4))
-    return b.reshape(y, y.shape if x.rank == 4 else (*y.shape[:2], y.shape[3]))
+    t = b.ctx.conv_transpose_2d_p0(b.value(w).tensor, b.value(x).tensor, steps.pop())
+    extra = n.get("output_padding") or [0, 0]
+    ends = [e - p for e, p in zip(extra, after, strict=True)]
+    y = _pad_planes(b, b.made(t, t.ne[::-1]), [-p for p in before], ends)
+    return y if bias is None else b.add(y, _per_channel(b, bias, 4))
 
 
 @onnx_op("MaxPool", "AveragePool")
-def pool(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+@with_planes
+def pool(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Largest or mean element of windows over one or two axes."""
-    is_max = n.op == "MaxPool"
+    is_max, kernel, size = n.op == "MaxPool", n.get("kernel_shape", []), x.shape[2:]
     if len([name for name in n.outputs if name]) > 1:
         raise b.fail("the result Indices")
-    kernel = [int(i) for i in n.get("kernel_shape", [])]
-    if len(kernel) != x.rank - 2 or min(kernel, default=0) < 1:
+    if len(kernel) != 2 or min(kernel) < 1:
         raise b.fail(f"a window of {kernel}")
     strides, dilations, before, after = _spatial(b, n, x, kernel)
     if set(dilations) != {1}:
         raise b.fail("dilations")
-    shape = x.shape[2:]
     counts = after.copy()  # of padding that a mean counts
     if n.get("ceil_mode") and n.get("auto_pad", "NOTSET") == "NOTSET":
-        for i, (m, k, s) in enumerate(zip(shape, kernel, strides, strict=True)):
+        for i, (m, k, s) in enumerate(zip(size, kernel, strides, strict=True)):
             places = -(-(m + before[i] + after[i] - k) // s) + 1
             if (places - 1) * s >= m + before[i]:
                 places -= 1  # the last window would begin in the padding
             after[i] = max((places - 1) * s + k - m - before[i], 0)
             counts[i] = min(counts[i], after[i])
-    one = [1] * (4 - x.rank)
-    v = b.value(_planes(b, x))
-    full = [*one, *kernel], [*one, *strides], [0] * len(one) + before, [0] * len(one) + after
-    for i in range(2):
-        width = (full[2][i], full[3][i])
-        v = _padded(b, v, 2 + i, width, "constant", -np.inf if is_max else 0.0)
-    (kh, kw), (sh, sw) = full[:2]
-    if kh > v.shape[2] or kw > v.shape[3]:
+    v = _pad_planes(b, x, before, after, -np.inf if is_max else 0.0)
+    if kernel[0] > v.shape[2] or kernel[1] > v.shape[3]:
         raise b.fail(f"a window of {kernel} for {x.shape}")
-    t = b.ctx.pool_2d(v.tensor, "max" if is_max else "avg", kw, kh, sw, sh)
-    y = b.made(t, t.ne[::-1])
-    y = replace(y, shape=(x.shape[0], x.shape[1], *y.shape[2:]))
-    if not is_max and (any(full[2]) or any(full[3])):
-        y = b.mul(y, _mean_factor(n, [*[1] * len(one), *shape], full, [0] * len(one) + counts, y.shape[2:]))
-    return b.reshape(y, (*x.shape[:2], *(y.shape[2:] if x.rank == 4 else y.shape[3:])))
-
-
-def _mean_factor(
-    n: OnnxNode, shape: Sequence[int], place: Any, counts: list[int], out: Sequence[int]
-) -> Array:
-    """Size of each window over the number of its elements that a mean counts."""
-    kernel, strides, before, _ = place
-    told = []
+    t = b.ctx.pool_2d(v.tensor, "max" if is_max else "avg", *kernel[::-1], *strides[::-1])
+    y = b.made(t, (*x.shape[:2], t.ne[1], t.ne[0]))
+    if is_max or not any(before + after):
+        return y
+    found = []  # numbers of elements of each window that a mean counts
     for i in range(2):
-        start = np.arange(out[i]) * strides[i]
-        low, high = before[i], before[i] + shape[i]
+        start = np.arange(y.shape[2 + i]) * strides[i]
+        low, high = before[i], before[i] + size[i]
         if n.get("count_include_pad"):
             low, high = 0, high + counts[i]
-        told.append(np.minimum(start + kernel[i], high) - np.maximum(start, low))
-    factor: Array = (math.prod(kernel) / np.outer(*told)).astype(np.float32)
-    return factor
+        found.append(np.minimum(start + kernel[i], high) - np.maximum(start, low))
+    return b.mul(y, (math.prod(kernel) / np.outer(*found)).astype(np.float32))
 
 
 @onnx_op("GlobalAveragePool", "GlobalMaxPool")
-def global_pool(b: Lowering, n: OnnxNode, x: Shaped) -> Results:
+def global_pool(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Largest or mean element of each channel."""
-    rows = b.reshape(b.value(x), (x.shape[0] * x.shape[1], math.prod(x.shape[2:])))
-    y = (
-        _max_rows(b, rows)
-        if n.op == "GlobalMaxPool"
-        else replace(b.unary("mean", rows), shape=(rows.shape[0], 1))
-    )
-    return b.reshape(y, (*x.shape[:2], *(1,) * (x.rank - 2)))
+    rows = b.reshape(x, (x.shape[0] * x.shape[1], math.prod(x.shape[2:])))
+    y = b.reduced("max" if n.op == "GlobalMaxPool" else "mean", rows)
+    return b.reshape(y, (*x.shape[:2], *(1,) * (x.ndim - 2)))
 
 
 @onnx_op("Resize", "Upsample")
-def resize(b: Lowering, n: OnnxNode, x: Shaped, *rest: Operand) -> Results:
-    """Interpolation: whole factors as one op, others as a product along each axis."""
-    if n.op == "Upsample":
-        scales = n.get("scales") or [float(v) for v in b.const(rest[0]).reshape(-1)]
-        sizes = None
-        mode, by, near = n.get("mode", "nearest"), "asymmetric", "floor"
-    else:
-        given = list(rest) if n.version > 10 else [None, *rest]
-        told = [None if v is None or 0 in v.shape else v for v in (*given, None, None, None)]
-        scales = None if told[1] is None else [float(v) for v in b.const(told[1]).reshape(-1)]
-        sizes = None if told[2] is None else b.ints(told[2])
-        mode = n.get("mode", "nearest")
-        by = n.get("coordinate_transformation_mode", "half_pixel" if n.version > 10 else "asymmetric")
-        near = n.get("nearest_mode", "round_prefer_floor" if n.version > 10 else "floor")
+def resize(b: Lowering, n: OnnxNode, x: Operand, *rest: Operand | None) -> Results:
+    """Interpolation along one axis after the other."""
+    given = (*rest, None, None, None) if n.version > 10 else (None, *rest, None, None)
+    told = [None if v is None or 0 in v.shape else b.const(v).reshape(-1).tolist() for v in given]
+    scales, sizes = n.get("scales", told[1]), told[2]
+    before_11 = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    how = {"mode": "nearest", **(before_11 if n.version < 11 else {}), **n.attrs}
+    by = how.get("coordinate_transformation_mode")
     if by == "tf_crop_and_resize" or n.get("keep_aspect_ratio_policy", "stretch") != "stretch":
         raise b.fail("tf_crop_and_resize and keep_aspect_ratio_policy")
-    axes = [normal_axis(n.op, i, x.rank) for i in n.get("axes") or range(x.rank)]
+    axes = [normal_axis(n.op, i, x.ndim) for i in n.get("axes") or range(x.ndim)]
     if len(sizes or scales or []) != len(axes):
         raise b.fail("scales or sizes for another number of axes")
     for i, axis in enumerate(axes):
         m = x.shape[axis]
         size = sizes[i] if sizes else math.floor(m * scales[i])
         scale = size / m if sizes else scales[i]
-        if size == m and scale == 1.0:
-            continue
-        if not 0 < size < 1 << 16 or not 0 < m < 1 << 16:
+        limit = 1 << 16 if how["mode"] == "nearest" else 1 << 13
+        if not 0 < size < limit or not 0 < m < limit:
             raise b.fail(f"{m} to {size} elements")
-        x = _resized(b, n, x, axis, size, scale, (mode, by, near))
+        if size != m or scale != 1.0:
+            x = _resized(b, n, x, axis, size, scale, how)
     return x
 
 
 def _resized(
-    b: Lowering, n: OnnxNode, x: Shaped, axis: int, size: int, scale: float, how: tuple[str, str, str]
+    b: Lowering, n: OnnxNode, x: Operand, axis: int, size: int, scale: float, how: dict[str, Any]
 ) -> Shaped:
-    """Resample along one axis, by a matrix or (nearest) by indices."""
-    from onnx.reference.ops import op_resize
-
-    mode, by, near = how
-    m = x.shape[axis]
-    if mode == "nearest" and size % m == 0 and (by, near) == ("asymmetric", "floor"):
+    """Resample along one axis, by indices (nearest) or a matrix, which ONNX's reference computes."""
+    m, is_nearest = x.shape[axis], how["mode"] == "nearest"
+    places = how.get("coordinate_transformation_mode"), how.get("nearest_mode")
+    if is_nearest and size % m == 0 and places == ("asymmetric", "floor"):
         v, outer, _, inner = b.parted(x, axis)
         many = b.expand(b.reshape(v, (outer, m, 1, inner)), (outer, m, size // m, inner))
         return b.reshape(many, (*x.shape[:axis], size, *x.shape[axis + 1 :]))
-    coefficients: Callable[..., Any]
-    if mode == "nearest":
-
-        def coefficients(ratio: float, scale: float) -> Any:
-            return op_resize._nearest_coeffs(ratio, mode=near)
-    elif mode == "linear":
-        antialias = op_resize._linear_coeffs_antialias
-        coefficients = (
-            antialias if n.get("antialias") else lambda ratio, scale: op_resize._linear_coeffs(ratio, scale)
-        )
-    elif mode == "cubic":
-        a = n.get("cubic_coeff_a", -0.75)
-        antialias = op_resize._cubic_coeffs_antialias
-        used = antialias if n.get("antialias") else op_resize._cubic_coeffs
-        coefficients = lambda ratio, scale: used(ratio, scale, A=a)  # noqa: E731
-    else:
-        raise b.fail(f"mode {mode!r}")
-    eye = np.eye(m, dtype=np.float32)
-    extent = {"output_size": [size]} if scale * m == size else {"scale_factors": [scale]}
-    columns = [
-        op_resize._interpolate_nd(
-            eye[i], coefficients, **extent,
-            coordinate_transformation_mode=by, exclude_outside=bool(n.get("exclude_outside")),
-            extrapolation_value=n.get("extrapolation_value", 0.0),
-        )
-        for i in range(m)
-    ]  # fmt: skip
-    matrix = np.stack(columns, 1).astype(np.float32)  # (size, m)
-    if mode == "nearest":
-        return b.take(x, matrix.argmax(1), axis)
-    order = [i for i in range(x.rank) if i != axis] + [axis]
-    moved = b.transpose(b.value(x), order)
-    y = b.matmul(
-        b.reshape(moved, (math.prod(moved.shape[:-1]), m)),
-        Shaped(b.weight(matrix, "f32"), matrix.shape, FLOAT),
-    )
-    y = b.reshape(y, (*moved.shape[:-1], size))
-    return b.transpose(y, [order.index(i) for i in range(x.rank)])
+    node = replace(n, op="Resize", attrs={**how, "axes": [1]}, version=max(n.version, 18))
+    rows = np.arange(m, dtype=np.float32)[None] if is_nearest else np.eye(m, dtype=np.float32)
+    extent = (None, np.array([size])) if scale * m == size else (np.array([scale], np.float32), None)
+    (found,) = fold(node, [rows, None, *extent])
+    if is_nearest:
+        return b.take(x, found[0].astype(np.int64), axis)
+    matrix = Shaped(b.weight(found.T, "f32"), (size, m), FLOAT)
+    return b.along(x, [axis], lambda rows: b.matmul(rows, matrix))[0]
 
 
 # -- recurrent ----------------------------------------------------------------------------------
 
 
 @onnx_op("LSTM")
-def lstm(b: Lowering, n: OnnxNode, x: Shaped, w: Operand, r: Operand, bias: Operand | None = None,
+def lstm(b: Lowering, n: OnnxNode, x: Operand, w: Operand, r: Operand, bias: Operand | None = None,
          lengths: Operand | None = None, h0: Operand | None = None, c0: Operand | None = None,
          peephole: Operand | None = None) -> Results:  # fmt: skip
     """One or both directions, a step at a time; gates in ONNX's order: input, output, forget, cell."""
-    if (
-        lengths is not None
-        or peephole is not None
-        or n.get("layout")
-        or n.get("clip")
-        or n.get("input_forget")
-    ):
+    options = (lengths is not None, peephole is not None, *map(n.get, ("layout", "clip", "input_forget")))
+    if any(options):
         raise b.fail("sequence_lens, peepholes, layout, clip and input_forget")
-    steps, batch, _ = x.shape
-    hidden, directions = n.get("hidden_size", r.shape[-1]), w.shape[0]
-    if steps > 1024 or list(n.get("activations") or ["Sigmoid", "Tanh", "Tanh"])[:3] != [
-        "Sigmoid",
-        "Tanh",
-        "Tanh",
-    ]:
+    (steps, batch, width), hidden, directions = x.shape, n.get("hidden_size", r.shape[-1]), w.shape[0]
+    usual = ["Sigmoid", "Tanh", "Tanh"] * directions
+    if steps > 1024 or (n.get("activations") or usual) != usual:
         raise b.fail("more than 1024 steps, and other activations")
 
     def part(v: Operand, d: int) -> Operand:
         return v[d] if isinstance(v, np.ndarray) else b.reshape(b.slice(v, 0, d, d + 1), v.shape[1:])
 
-    def product(v: Operand, matrix: Operand) -> Shaped:
-        rows = (
-            Shaped(b.weight(matrix, "matrix"), matrix.shape, FLOAT)
-            if isinstance(matrix, np.ndarray)
-            else matrix
-        )
+    def product(v: Operand, rows: Operand) -> Shaped:
+        if isinstance(rows, np.ndarray):
+            rows = Shaped(b.weight(rows, "matrix"), rows.shape, FLOAT)
         return b.matmul(v, rows)
 
-    ends_h, ends_c, both = [], [], []
+    results: list[list[Shaped]] = [[], [], []]
     for d in range(directions):
-        back = d == 1 or n.get("direction") == "reverse"
-        inputs = product(b.reshape(x, (steps * batch, x.shape[2])), part(w, d))
+        inputs = product(b.reshape(x, (steps * batch, width)), part(w, d))
         if bias is not None:
-            halves = part(bias, d)
-            inputs = b.add(inputs, b.slice(halves, 0, 0, 4 * hidden))
-            inputs = b.add(inputs, b.slice(halves, 0, 4 * hidden, 8 * hidden))
+            for i in range(2):  # of the inputs and of the state
+                inputs = b.add(inputs, b.slice(part(bias, d), 0, 4 * hidden * i, 4 * hidden * (i + 1)))
         zero: Operand = np.zeros((batch, hidden), np.float32)
-        h = zero if h0 is None else part(h0, d)
-        c = zero if c0 is None else part(c0, d)
-        told: list[Shaped] = []
-        for step in range(steps)[:: -1 if back else 1]:
+        h, c = (zero if v is None else part(v, d) for v in (h0, c0))
+        order = range(steps)[:: -1 if d == 1 or n.get("direction") == "reverse" else 1]
+        states: dict[int, Operand] = {}
+        for step in order:
             gates = b.add(b.slice(inputs, 0, step * batch, (step + 1) * batch), product(h, part(r, d)))
             first, out, forget, cell = (b.slice(gates, 1, i * hidden, (i + 1) * hidden) for i in range(4))
             kept = b.mul(b.unary("sigmoid", forget), c)
             c = b.add(kept, b.mul(b.unary("sigmoid", first), b.unary("tanh", cell)))
-            h = b.mul(b.unary("sigmoid", out), b.unary("tanh", c))
-            told.append(h)
-        rows = [b.reshape(v, (1, 1, batch, hidden)) for v in (told[::-1] if back else told)]
-        both.append(b.concat(rows, 0))
-        ends_h.append(b.reshape(h, (1, batch, hidden)))
-        ends_c.append(b.reshape(c, (1, batch, hidden)))
-    return b.concat(both, 1), b.concat(ends_h, 0), b.concat(ends_c, 0)
+            states[step] = h = b.mul(b.unary("sigmoid", out), b.unary("tanh", c))
+        rows = b.concat([b.reshape(states[i], (1, batch, hidden)) for i in range(steps)], 0)
+        results[0].append(b.reshape(rows, (steps, 1, batch, hidden)))
+        for found, last in zip(results[1:], (h, c), strict=True):
+            found.append(b.reshape(last, (1, batch, hidden)))
+    return b.concat(results[0], 1), b.concat(results[1], 0), b.concat(results[2], 0)

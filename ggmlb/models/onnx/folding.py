@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import onnx
 from onnx import helper
+from onnx.numpy_helper import from_array
 from onnx.reference import ReferenceEvaluator
+from onnx.shape_inference import InferenceError, infer_shapes
 
-from ggmlb.models.onnx.file import DTYPES, Array, OnnxNode, not_supported
+from ggmlb.core.errors import UnsupportedOpError
+from ggmlb.models.onnx.file import Array, OnnxNode, not_supported
 
 MAX_BYTES: Final = 1 << 28
 """Limit of a folded value, unless it is a part of its operands."""
@@ -39,38 +42,6 @@ def constant(node: OnnxNode) -> Array:
     raise not_supported("Constant", "no value of numbers")
 
 
-def _size(node: OnnxNode, operands: Sequence[Array | None]) -> int:
-    """Return a bound of the elements of a result."""
-    given = [x for x in operands if x is not None]
-    total = sum(x.size for x in given)
-    op = node.op
-
-    def product(values: Any) -> int:
-        return math.prod(max(int(v), 1) for v in np.asarray(values).reshape(-1)[:64])
-
-    if op == "ConstantOfShape":
-        return product(given[0])
-    if op == "Expand":
-        return product(given[1]) * max(given[0].size, 1)
-    if op == "Tile":
-        return product(given[1]) * given[0].size
-    if op == "Range":
-        start, limit, delta = (float(x.reshape(())) for x in given[:3])
-        return int(min(max((limit - start) / delta, 0), 1e18)) + 1 if delta else 1 << 62
-    if op == "OneHot":
-        return product(given[1]) * max(given[0].size, 1)
-    if op == "Pad":
-        widths = np.asarray(given[1] if len(given) > 1 else node.get("pads", [])).reshape(2, -1)
-        sizes = given[0].shape[-widths.shape[1] :]
-        return math.prod(max(int(m) + int(p) + int(q), 1) for m, (p, q) in zip(sizes, widths.T, strict=True))
-    if op in ("MatMul", "Gemm", "Gather", "GatherND", "GatherElements"):
-        return max(given[0].size, 1) * max(given[1].size, 1) if len(given) > 1 else total
-    if op in ("Add", "Sub", "Mul", "Div", "Where", "Pow", "Mod", "Max", "Min", "Sum", "Mean", "Equal", "Less",
-              "Greater", "And", "Or", "Xor", "LessOrEqual", "GreaterOrEqual"):  # fmt: skip
-        return math.prod(np.broadcast_shapes(*(x.shape for x in given)))
-    return total * 2 + 64
-
-
 def fold(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     """Return the results of a node of constants.
 
@@ -79,41 +50,34 @@ def fold(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     """
     if node.op == "Constant":
         return (constant(node),)
-    try:
-        n = _size(node, operands)
-        if n * 8 > max(MAX_BYTES, 16 * sum(x.nbytes for x in operands if x is not None)):
-            raise not_supported(node.op, f"a constant of {n} elements")
-        return _computed(node, operands)
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-        KeyError,
-        RuntimeError,
-        ArithmeticError,
-        AttributeError,
-    ) as error:
-        if not hasattr(error, "facts"):
-            raise not_supported(node.op, f"its constants do not fit: {str(error)[:200]}") from None
-        raise
-
-
-def _computed(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     names = [f"i{k}" if x is not None else "" for k, x in enumerate(operands)]
-    attrs = {name: value for name, value in node.attrs.items() if name != "dtype"}
-    if "value" in attrs and isinstance(attrs["value"], np.ndarray):
-        attrs["value"] = onnx.numpy_helper.from_array(attrs["value"])
-    outputs = [f"o{k}" for k in range(len(node.outputs))]
-    proto = helper.make_node(node.op, names, outputs, **attrs)
-    kinds = {dtype: number for number, dtype in DTYPES.items()}
-    infos = [
-        helper.make_tensor_value_info(name, kinds[x.dtype.newbyteorder("=")], None)
-        for name, x in zip(names, operands, strict=True)
-        if x is not None
-    ]
-    results = [helper.make_value_info(name, onnx.TypeProto()) for name in outputs]
-    graph = helper.make_graph([proto], "fold", infos, results)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", node.version)])
     given = {name: x for name, x in zip(names, operands, strict=True) if x is not None}
-    with np.errstate(all="ignore"):
-        return tuple(np.asarray(x) for x in ReferenceEvaluator(model).run(None, given))
+    if node.op == "Range":  # the reference takes [1] for scalars
+        given = {name: x.reshape(()) if x.size == 1 else x for name, x in given.items()}
+    attrs = {k: from_array(v) if isinstance(v, np.ndarray) else v for k, v in node.attrs.items()}
+    outputs = [f"o{k}" for k in range(len(node.outputs))]
+    results = [helper.make_value_info(name, onnx.TypeProto()) for name in outputs]
+    infos = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(x.dtype.newbyteorder("=")), x.shape
+        )
+        for name, x in given.items()
+    ]
+    small = [from_array(x, name) for name, x in given.items() if x.size <= 64]  # may determine a shape
+    nodes = [helper.make_node(node.op, names, outputs, **attrs)]
+    graph = helper.make_graph(nodes, "fold", infos, results, small)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", node.version)])
+    most = max(MAX_BYTES, 16 * sum(x.nbytes for x in given.values()))
+    try:
+        for result in infer_shapes(model, strict_mode=True, data_prop=True).graph.output:
+            n = math.prod(d.dim_value for d in result.type.tensor_type.shape.dim)
+            if n * 8 > most or not result.type.tensor_type.HasField("shape"):
+                raise not_supported(node.op, f"a constant of {n} elements")
+        with np.errstate(all="ignore"):
+            return tuple(np.asarray(x) for x in ReferenceEvaluator(model).run(None, given))
+    except UnsupportedOpError:
+        raise
+    except (
+        InferenceError, ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError
+    ) as error:  # fmt: skip
+        raise not_supported(node.op, f"its constants do not fit: {str(error)[:200]}") from None

@@ -52,7 +52,7 @@ class Shaped:
     scaled: tuple[Shaped, float] | None = None
 
     @property
-    def rank(self) -> int:
+    def ndim(self) -> int:
         """Number of ONNX's axes."""
         return len(self.shape)
 
@@ -61,10 +61,6 @@ Operand = Shaped | Array
 FLOAT = np.dtype(np.float32)
 BOOL = np.dtype(np.bool_)
 INT64 = np.dtype(np.int64)
-
-
-def _rank(x: Operand | float) -> int:
-    return len(x.shape) if isinstance(x, (Shaped, np.ndarray)) else 0
 
 
 def extents(shape: Sequence[int]) -> tuple[int, int, int, int]:
@@ -196,17 +192,18 @@ class Lowering:
     def binary(self, fn: str, x: Operand | float, y: Operand | float) -> Shaped:
         """Return `add`, `sub`, `mul` or `div` of operands, broadcast as ONNX has it."""
         p, q = self.scalar(x), self.scalar(y)
-        if isinstance(x, Shaped) and q is not None and math.isfinite(q) and _rank(y) <= x.rank:
+        if isinstance(x, Shaped) and q is not None and math.isfinite(q) and getattr(y, "ndim", 0) <= x.ndim:
             shape = x.shape
             if fn in ("add", "sub"):
                 return replace(self.affine(x, 1.0, q if fn == "add" else -q), shape=shape)
             if fn == "mul" or q:
                 return self.affine(x, q if fn == "mul" else 1.0 / q)
-        if isinstance(y, Shaped) and p is not None and math.isfinite(p) and _rank(x) <= y.rank:
+        if isinstance(y, Shaped) and p is not None and math.isfinite(p) and getattr(x, "ndim", 0) <= y.ndim:
             if fn in ("add", "sub"):
                 return self.affine(y, 1.0 if fn == "add" else -1.0, p)
             if fn == "mul":
                 return self.affine(y, p)
+            x = self.made(self.ctx.fill(self.value(y).tensor, p), y.shape)
         a, b = self.value(x), self.value(y)
         if fn in ("add", "mul") and b.tensor.n_elements > a.tensor.n_elements:
             a, b = b, a
@@ -239,10 +236,6 @@ class Lowering:
         """Return `x / y`."""
         return self.binary("div", x, y)
 
-    def filled(self, like: Shaped, number: float) -> Shaped:
-        """Return a tensor of one number."""
-        return self.made(self.ctx.fill(self.value(like).tensor, number), like.shape)
-
     def as_bool(self, x: Shaped) -> Shaped:
         """Return the value, marked as boolean."""
         return replace(x, dtype=BOOL)
@@ -255,18 +248,15 @@ class Lowering:
                 keep = self.value(c) if not flip else self.affine(c, -1.0, 1.0)
                 hole = self.unary("log", keep)
                 return self.add(one, hole if number < 0 else self.unary("neg", hole))
-        shape = broadcast(
-            self.op, *(np.shape(v) if isinstance(v, np.ndarray) else v.shape for v in (c, x, y))
-        )
+        shape = broadcast(self.op, c.shape, x.shape, y.shape)
         n = math.prod(shape)
         if n >= 1 << 23:
             raise self.fail("a choice between more than 2^23 elements")
         p, q, r = (self.reshape(self.expand(self.value(v), shape), (n, 1)) for v in (c, x, y))
         both = self.concat([r, q], 0)
         rows = self.add(self.affine(p, float(n)), np.arange(n, dtype=np.float32).reshape(n, 1))
-        dtype = x.dtype
         t = self.ctx.get_rows(both.tensor, self.indices(self.reshape(rows, (n,))).tensor)
-        return self.made(self.ctx.reshape_4d(t, *extents(shape)), shape, dtype)
+        return self.made(self.ctx.reshape_4d(t, *extents(shape)), shape, x.dtype)
 
     # -- shapes --------------------------------------------------------------------------------
 
@@ -284,8 +274,8 @@ class Lowering:
         """Return a copy with the axes in another order."""
         v = x if isinstance(x, Shaped) else self.value(x)
         perm = tuple(perm)
-        if sorted(perm) != list(range(v.rank)):
-            raise self.fail(f"perm {list(perm)} of a tensor of {v.rank} axes")
+        if sorted(perm) != list(range(v.ndim)):
+            raise self.fail(f"perm {list(perm)} of a tensor of {v.ndim} axes")
         base, order = v, perm
         if v.permuted is not None:
             base, first = v.permuted
@@ -318,14 +308,13 @@ class Lowering:
                 now.insert(place, now.pop(at))
         return t
 
-    def expand(self, x: Shaped, shape: Sequence[int]) -> Shaped:
+    def expand(self, x: Operand, shape: Sequence[int]) -> Shaped:
         """Return `x` repeated to a shape, as NumPy's broadcast_to."""
-        shape = tuple(shape)
-        if x.shape == shape:
-            return x
-        if broadcast(self.op, x.shape, shape) != shape or math.prod(shape) > MAX_ELEMENTS:
-            raise self.fail(f"shape {x.shape} cannot be expanded to {shape}")
-        v = self.value(x)
+        v, shape = self.value(x), tuple(shape)
+        if v.shape == shape:
+            return v
+        if broadcast(self.op, v.shape, shape) != shape or math.prod(shape) > MAX_ELEMENTS:
+            raise self.fail(f"shape {v.shape} cannot be expanded to {shape}")
         a, _, out = _merged(self.op, v.shape, shape, shape)
         t = self.ctx.repeat_4d(self.ctx.reshape_4d(v.tensor, *extents(a)), *extents(out))
         return self.made(self.ctx.reshape_4d(t, *extents(shape)), shape, x.dtype)
@@ -354,53 +343,70 @@ class Lowering:
     def slice(self, x: Operand, axis: int, start: int, stop: int) -> Shaped:
         """Return a range along an axis."""
         v, outer, n, inner = self.parted(x, axis)
-        given = x if isinstance(x, Shaped) else v
         if (start, stop) == (0, n):
-            return x if isinstance(x, Shaped) else self.value(x)
+            return self.value(x)
         k = max(stop - start, 0)
         nb = v.tensor.nb
         t = self.ctx.view_4d(v.tensor, inner, k, outer, 1, nb[1], nb[2], nb[3], start * nb[1] if k else 0)
-        shape = list(given.shape if isinstance(x, Shaped) else np.shape(x))
-        shape[axis] = k
-        return self.made(self.ctx.reshape_4d(self.ctx.cont(t), *extents(shape)), shape, given.dtype)
+        shape = (*x.shape[:axis], k, *x.shape[axis + 1 :])
+        return self.made(self.ctx.reshape_4d(self.ctx.cont(t), *extents(shape)), shape, x.dtype)
 
     def take(self, x: Operand, indices: Operand, axis: int) -> Shaped:
         """Return the elements at indices along an axis, as NumPy's take."""
-        shape = np.shape(x) if isinstance(x, np.ndarray) else x.shape
-        outer, n, inner = math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
+        outer, n, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
         if isinstance(x, np.ndarray) and axis == 0 and x.dtype.kind == "f":
             rows = self.weight(np.reshape(x, (n, inner)), "rows" if inner > 1 else "f32")
             rows = self.ctx.reshape_4d(rows, inner, n, 1, 1) if inner == 1 else rows
         else:
             rows = self.parted(x, axis)[0].tensor
+        k = math.prod(indices.shape)
         if isinstance(indices, np.ndarray):
             if indices.size and not -n <= indices.min() <= indices.max() < n:
                 raise self.fail(f"indices beyond {n}")
-            ids = np.where(indices < 0, indices + n, indices)
-            k = ids.size
-            at = self.weight(np.tile(ids.reshape(-1), outer).reshape(outer, k), "i32")
+            at = self.weight(
+                np.tile(np.where(indices < 0, indices + n, indices).reshape(1, k), (outer, 1)), "i32"
+            )
         elif indices.origin is not None and outer == 1:
-            k = math.prod(indices.shape)
             at = self.input(indices.origin, indices.shape, n)
         else:
-            k = math.prod(indices.shape)
-            v = self.value(self.reshape(indices, (1, k)))
-            is_negative = self.unary("step", self.unary("neg", v))
-            v = self.add(v, self.affine(is_negative, float(n)))
-            if outer > 1:
-                v = self.expand(v, (outer, k))
-            at = self.indices(v).tensor
+            v = self.from_first(self.reshape(indices, (1, k)), n)
+            at = self.indices(self.expand(v, (outer, k))).tensor
         t = self.ctx.get_rows(rows, self.ctx.reshape_4d(at, k, outer, 1, 1))
-        result = (*shape[:axis], *indices.shape, *shape[axis + 1 :])
+        result = (*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
         return self.made(self.ctx.reshape_4d(t, *extents(result)), result, x.dtype)
+
+    def from_first(self, indices: Operand, n: int) -> Shaped:
+        """Return indices counted from the first of `n`: negative ones are counted from the end."""
+        v = self.value(indices)
+        return self.add(v, self.affine(self.unary("step", self.unary("neg", v)), float(n)))
 
     def last(self, x: Operand, axes: Sequence[int]) -> tuple[Shaped, list[int]]:
         """Return `x` with `axes` moved behind the others and merged, as (others, merged); and the order."""
         v = self.value(x)
-        order = [i for i in range(v.rank) if i not in axes] + list(axes)
-        moved = self.transpose(v, order) if order != list(range(v.rank)) else v
+        order = [i for i in range(v.ndim) if i not in axes] + list(axes)
+        moved = self.transpose(v, order) if order != list(range(v.ndim)) else v
         n = math.prod(v.shape[i] for i in axes)
         return self.reshape(moved, (math.prod(v.shape) // n if n else 0, n)), order
+
+    def along(self, x: Operand, axes: Sequence[int], *rows_of: Callable[[Shaped], Shaped]) -> list[Shaped]:
+        """Apply functions of rows, which are `axes` of `x` merged; one axis may get another extent."""
+        rows, order = self.last(x, axes)
+        back = [order.index(i) for i in range(len(order))]
+        found = []
+        for y in (fn(rows) for fn in rows_of):
+            shape = [x.shape[i] for i in order]
+            shape[-1] = y.shape[1] if len(axes) == 1 else shape[-1]
+            found.append(self.transpose(self.reshape(y, shape), back))
+        return found
+
+    def reduced(self, fn: str, rows: Shaped) -> Shaped:
+        """Return the `sum_rows`, `mean` or `max` of rows, as (rows, 1)."""
+        m, k = rows.shape
+        if fn != "max":
+            return self.made(getattr(self.ctx, fn)(rows.tensor), (m, 1), rows.dtype)
+        at = self.ctx.reshape_2d(self.ctx.argmax(rows.tensor), 1, m)  # POOL_1D makes -inf the least float
+        found = self.ctx.get_rows(self.ctx.reshape_3d(rows.tensor, 1, k, m), at)
+        return self.made(self.ctx.reshape_2d(found, 1, m), (m, 1), rows.dtype)
 
     # -- products ------------------------------------------------------------------------------
 
@@ -411,7 +417,7 @@ class Lowering:
             form = "matrix" if x.ndim == 2 else "f32"
             return Shaped(self.weight(rows, form), rows.shape, x.dtype)
         v = self.value(x)
-        order = list(range(v.rank))
+        order = list(range(v.ndim))
         order[-2:] = order[:-3:-1]
         return self.transpose(v, order)
 

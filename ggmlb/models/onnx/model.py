@@ -31,7 +31,7 @@ from ggmlb.core.errors import ArgumentError, Error, FreedError
 from ggmlb.interface.memory_table import MemoryReport, MemoryTable
 from ggmlb.models.devices import ModelOnDevices, device_names
 from ggmlb.models.onnx.convert import CONVERTERS
-from ggmlb.models.onnx.file import DTYPES, Array, Body, Input, OnnxFile, OnnxNode, not_supported
+from ggmlb.models.onnx.file import Array, Body, Input, OnnxFile, OnnxNode, not_supported
 from ggmlb.models.onnx.folding import FOLDED, fold
 from ggmlb.models.onnx.lowering import Lowering, NeedsValues, Operand, Shaped, extents
 from ggmlb.models.onnx.patterns import recognise
@@ -345,24 +345,11 @@ def _results(
         if node.op in ("ConstantOfShape", "Range"):
             raise NeedsValues(node.op, names)
         raise not_supported(node.op, "ggmlb has no converter for it")
-    if node.op in ("Cast",):
-        node.attrs["dtype"] = DTYPES.get(node.get("to"))
     given_types = {x.dtype.name for x in operands if isinstance(x, Shaped)}
     if given_types - set(INPUT_TYPES):
         raise not_supported(node.op, f"operands of type {', '.join(sorted(given_types))}")
-    first = operands[0] if operands else None
-    if node.op not in MAY_BE_CONSTANT and isinstance(first, np.ndarray):
-        operands[0] = lowering.value(first)
     results = convert(lowering, node, *operands)
-    return results if isinstance(results, tuple) and not isinstance(results, Shaped) else (results,)
-
-
-MAY_BE_CONSTANT: Final = (
-    "Add", "And", "Concat", "Div", "Equal", "Gather", "Gemm", "Greater", "GreaterOrEqual", "Less",
-    "LessOrEqual", "MatMul", "Max", "Mean", "Min", "Mul", "Or", "Sub", "Sum", "Where", "Xor", "Shape",
-    "Size",
-)  # fmt: skip
-"""Ops whose first operand may be a constant while others are not."""
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _branch(lowering: Lowering, node: OnnxNode, condition: Operand | None, scope: Scope) -> Sequence[Operand]:
