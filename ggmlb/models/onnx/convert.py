@@ -61,6 +61,10 @@ def _log_sum(b: Lowering, x: Operand, sign: float) -> Shaped:
     return b.unary("log", b.add(x, b.unary("sqrt", b.affine(b.unary("sqr", x), 1.0, sign))))
 
 
+def _more(b: Lowering, x: Operand, y: Operand) -> Shaped:
+    return b.as_bool(b.unary("step", b.sub(x, y)))
+
+
 def _flat(b: Lowering, x: Operand, axis: int) -> Shaped:
     axis = axis + x.ndim if axis < 0 else axis
     return b.reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
@@ -87,6 +91,11 @@ FORMULAS: Final[dict[str, Converter]] = {
     "Or": lambda b, n, x, y: b.as_bool(b.unary("step", b.add(x, y))),
     "Xor": lambda b, n, x, y: b.as_bool(b.unary("abs", b.sub(x, y))),
     "Not": lambda b, n, x: b.as_bool(b.affine(x, -1.0, 1.0)),
+    "Equal": lambda b, n, x, y: b.as_bool(b.affine(b.unary("step", b.unary("abs", b.sub(x, y))), -1.0, 1.0)),
+    "Greater": lambda b, n, x, y: _more(b, x, y),
+    "Less": lambda b, n, x, y: _more(b, y, x),
+    "GreaterOrEqual": lambda b, n, x, y: b.affine(_more(b, y, x), -1.0, 1.0),
+    "LessOrEqual": lambda b, n, x, y: b.affine(_more(b, x, y), -1.0, 1.0),
     "Where": lambda b, n, c, x, y: replace(b.select(c, x, y), dtype=x.dtype),
     "Sum": lambda b, n, *xs: _fold(b, xs, b.add),
     "Mean": lambda b, n, *xs: b.affine(_fold(b, xs, b.add), 1 / len(xs)),
@@ -229,18 +238,11 @@ def power(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
         raise b.fail("an exponent that is not one constant")
     if y.ndim > x.ndim:
         raise b.fail("an exponent of more axes than the base")
-    if p == 2.0:
-        return replace(b.unary("sqr", x), dtype=x.dtype)
-    if p * 2 != int(p * 2) or not 0 < abs(p) <= 8:
+    if p * 2 != int(p * 2) or not abs(p) <= 8:
         raise b.fail(f"the exponent {p}")
-    whole, result = int(abs(p)), None
-    for _ in range(whole):
-        result = b.value(x) if result is None else b.mul(result, x)
-    if abs(p) != whole:
-        root = b.unary("sqrt", x)
-        result = root if result is None else b.mul(result, root)
-    assert result is not None
-    return result if p > 0 else b.div(1.0, result)
+    t = b.value(x).tensor
+    is_one = p.is_integer() or abs(p) == 0.5
+    return b.made(t**p if is_one else t ** math.floor(p) * t**0.5, x.shape, x.dtype)
 
 
 @onnx_op("Max", "Min")
@@ -257,16 +259,6 @@ def extreme(b: Lowering, n: OnnxNode, *xs: Operand) -> Results:
 
     dtype = next(x.dtype for x in xs if isinstance(x, Shaped))
     return replace(_fold(b, xs, two), dtype=dtype)
-
-
-@onnx_op("Greater", "Less", "GreaterOrEqual", "LessOrEqual", "Equal")
-def compare(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
-    """0 or 1."""
-    if n.op == "Equal":
-        return b.as_bool(b.affine(b.unary("step", b.unary("abs", b.sub(x, y))), -1.0, 1.0))
-    above = n.op in ("Greater", "LessOrEqual")
-    is_more = b.unary("step", b.sub(x, y) if above else b.sub(y, x))
-    return b.as_bool(b.affine(is_more, -1.0, 1.0) if n.op.endswith("Equal") else is_more)
 
 
 @onnx_op("IsNaN")
@@ -701,11 +693,7 @@ def gemm(b: Lowering, n: OnnxNode, x: Operand, y: Operand, c: Operand | None = N
     if x.ndim != 2 or y.ndim != 2:
         raise b.fail("operands that are not matrices")
     p: Operand = b.swapped(x) if n.get("transA") else x
-    if n.get("transB"):
-        rows = y if isinstance(y, Shaped) else Shaped(b.weight(y, "matrix"), y.shape, y.dtype)
-    else:
-        rows = b.swapped(y)
-    out = b.matmul(p, b.value(rows) if rows.tensor.dtype.name in ("I32",) else rows)
+    out = b.matmul(p, b.rows(y) if n.get("transB") else b.swapped(y))
     alpha, beta = n.get("alpha", 1.0), n.get("beta", 1.0)
     out = out if alpha == 1.0 else b.affine(out, alpha)
     if c is not None and beta:
@@ -946,14 +934,9 @@ def lstm(b: Lowering, n: OnnxNode, x: Operand, w: Operand, r: Operand, bias: Ope
     def part(v: Operand, d: int) -> Operand:
         return v[d] if isinstance(v, np.ndarray) else b.reshape(b.slice(v, 0, d, d + 1), v.shape[1:])
 
-    def product(v: Operand, rows: Operand) -> Shaped:
-        if isinstance(rows, np.ndarray):
-            rows = Shaped(b.weight(rows, "matrix"), rows.shape, FLOAT)
-        return b.matmul(v, rows)
-
     results: list[list[Shaped]] = [[], [], []]
     for d in range(directions):
-        inputs = product(b.reshape(x, (steps * batch, width)), part(w, d))
+        inputs = b.matmul(b.reshape(x, (steps * batch, width)), b.rows(part(w, d)))
         if bias is not None:
             for i in range(2):  # of the inputs and of the state
                 inputs = b.add(inputs, b.slice(part(bias, d), 0, 4 * hidden * i, 4 * hidden * (i + 1)))
@@ -962,7 +945,8 @@ def lstm(b: Lowering, n: OnnxNode, x: Operand, w: Operand, r: Operand, bias: Ope
         order = range(steps)[:: -1 if d == 1 or n.get("direction") == "reverse" else 1]
         states: dict[int, Operand] = {}
         for step in order:
-            gates = b.add(b.slice(inputs, 0, step * batch, (step + 1) * batch), product(h, part(r, d)))
+            state = b.matmul(h, b.rows(part(r, d)))
+            gates = b.add(b.slice(inputs, 0, step * batch, (step + 1) * batch), state)
             first, out, forget, cell = (b.slice(gates, 1, i * hidden, (i + 1) * hidden) for i in range(4))
             kept = b.mul(b.unary("sigmoid", forget), c)
             c = b.add(kept, b.mul(b.unary("sigmoid", first), b.unary("tanh", cell)))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,10 @@ DTYPES: dict[int, np.dtype[Any]] = {
     )
 }  # fmt: skip
 """NumPy's types of ONNX's; constants may have all of them."""
+
+
+FAULTS: Final = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+"""Errors of Python, NumPy and ONNX's reference for values that do not fit."""
 
 
 def not_supported(op: str, reason: str) -> UnsupportedOpError:
@@ -116,7 +120,7 @@ class OnnxFile:
             self._read(proto)
         except Error:
             raise
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        except FAULTS as error:
             raise self._bad(f"is not valid: {error}") from error
 
     def _bad(self, why: str) -> ModelError:

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import InferenceError, infer_shapes
 
 from ggmlb.core.errors import UnsupportedOpError
-from ggmlb.models.onnx.file import Array, OnnxNode, not_supported
+from ggmlb.models.onnx.file import FAULTS, Array, OnnxNode, not_supported
 
 MAX_BYTES: Final = 1 << 28
 """Limit of a folded value, unless it is a part of its operands."""
@@ -77,7 +77,5 @@ def fold(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
             return tuple(np.asarray(x) for x in ReferenceEvaluator(model).run(None, given))
     except UnsupportedOpError:
         raise
-    except (
-        InferenceError, ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError
-    ) as error:  # fmt: skip
+    except (InferenceError, *FAULTS) as error:
         raise not_supported(node.op, f"its constants do not fit: {str(error)[:200]}") from None

@@ -31,7 +31,7 @@ from ggmlb.core.errors import ArgumentError, Error, FreedError
 from ggmlb.interface.memory_table import MemoryReport, MemoryTable
 from ggmlb.models.devices import ModelOnDevices, device_names
 from ggmlb.models.onnx.convert import CONVERTERS
-from ggmlb.models.onnx.file import Array, Body, Input, OnnxFile, OnnxNode, not_supported
+from ggmlb.models.onnx.file import FAULTS, Array, Body, Input, OnnxFile, OnnxNode, not_supported
 from ggmlb.models.onnx.folding import FOLDED, fold
 from ggmlb.models.onnx.lowering import Lowering, NeedsValues, Operand, Shaped, extents
 from ggmlb.models.onnx.patterns import recognise
@@ -310,15 +310,7 @@ def build_body(lowering: Lowering, body: Body, scope: Scope) -> None:
             if node.label not in error.message:
                 error.args = (f"{error.message} (node {node.label})",)
             raise
-        except (
-            ValueError,
-            TypeError,
-            IndexError,
-            KeyError,
-            ZeroDivisionError,
-            OverflowError,
-            AttributeError,
-        ) as error:
+        except FAULTS as error:
             raise not_supported(
                 node.op, f"operands or attributes that do not fit (node {node.label}): {error}"
             ) from error
