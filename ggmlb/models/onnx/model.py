@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     import onnx
 
 SMALL: Final = 1024
-"""Limit of elements of an input whose values (a shape, axes) a graph is built for."""
+"""Limit of elements of an input whose values (a shape, axes) a graph is built for; of floats, 8."""
 
 INPUT_TYPES: Final = ("float32", "float16", "int64", "int32", "bool")
 """Types of inputs that are computed with."""
@@ -103,19 +104,19 @@ class OnnxModel(ModelOnDevices):
         self.inputs: dict[str, Input] = file.inputs
         self.outputs = tuple(file.body.outputs)
         _check_ops(self._body)
-        self._matrix_type = DType.F32 if weights is None else DType.parse(weights)
+        matrix_type = DType.F32 if weights is None else DType.parse(weights)
         shares = dict(devices) if isinstance(devices, Mapping) else {}
         if any(not math.isfinite(share) or share <= 0 for share in shares.values()):
             raise ArgumentError(f"devices: the shares {shares} must be positive")
         names = device_names(list(devices) if devices is not None else None)
-        if not any(name == "CPU" for name in names):
+        if "CPU" not in names:
             names.append("CPU")
         with ExitStack() as resources:
             self._backends = tuple(resources.enter_context(init_by_name(name)) for name in names)
             self._runs: Runs[Any, OnnxGraph] = Runs(self._backends)
             resources.callback(self._runs.free)
             self._resources = resources.pop_all()
-        self._store = _Weights(self._backends, list(shares.values()), self._matrix_type, file)
+        self._store = _Weights(self._backends, list(shares.values()), matrix_type, file)
         self._resources.callback(self._store.free)
         self._by_value: set[str] = set()
         self._lock = RLock()
@@ -165,9 +166,9 @@ class OnnxModel(ModelOnDevices):
             AllocationError: A device lacks room.
             FreedError: The model was closed.
         """
-        self._check("run")
-        arrays = self._checked(inputs)
         with self._lock:
+            self._check("run")
+            arrays = self._checked(inputs)
             self._file.check_unchanged()
             built = self._get(arrays)
             for (name, n_rows), leaf in built.inputs.items():
@@ -212,16 +213,13 @@ class OnnxModel(ModelOnDevices):
                 )
                 return self._runs.get(key, lambda: self._build(arrays))
             except NeedsValues as needed:
+                what = "a computed value determines" if needed.names <= self._by_value else ""
                 for name in needed.names - self._by_value:
                     given = arrays[name]
-                    if given.size > SMALL or (given.dtype.kind == "f" and given.size > 8):
-                        raise not_supported(
-                            needed.op, f"the values of input {name!r} determine a shape or parameter"
-                        ) from None
-                if needed.names <= self._by_value:
-                    raise not_supported(
-                        needed.op, "a computed value determines a shape or parameter"
-                    ) from None
+                    if given.size > (8 if given.dtype.kind == "f" else SMALL):
+                        what = f"the values of input {name!r} determine"
+                if what:
+                    raise not_supported(needed.op, f"{what} a shape or parameter") from None
                 self._by_value |= needed.names
 
     def _build(self, arrays: dict[str, Array]) -> OnnxGraph:
@@ -249,18 +247,15 @@ class OnnxModel(ModelOnDevices):
         graph = Graph()
         for tensor in results:
             graph.build_forward_expand(tensor)
-        self._store.place()
         used = {id(t) for t in graph.leafs}
-        return OnnxGraph(graph, {at: t for at, t in lowering.inputs.items() if id(t) in used}, outputs)
+        built = OnnxGraph(graph, {at: t for at, t in lowering.inputs.items() if id(t) in used}, outputs)
+        self._store.place(built)
+        return built
 
 
 def _described(name: str, told: Input) -> str:
-    shape = (
-        "any shape"
-        if told.shape is None
-        else f"[{', '.join('?' if n is None else str(n) for n in told.shape)}]"
-    )
-    return f"{name}: {told.dtype.name} {shape}"
+    sizes = ", ".join("?" if n is None else str(n) for n in told.shape or ())
+    return f"{name}: {told.dtype.name} " + ("any shape" if told.shape is None else f"[{sizes}]")
 
 
 def _stored(name: str, array: Array, n_rows: int) -> Array:
@@ -326,20 +321,18 @@ def _results(
 ) -> Sequence[Operand]:
     if node.op == "If":
         return _branch(lowering, node, operands[0], scope)
-    is_constant = not any(isinstance(x, Shaped) for x in operands)
-    if is_constant and node.op in FOLDED:
-        arrays = [x for x in operands if not isinstance(x, Shaped)]
+    values = [x for x in operands if isinstance(x, Shaped)]
+    if not values and node.op in FOLDED:
+        arrays: list[Any] = operands
         return fold(node, arrays)
     convert = CONVERTERS.get(node.op)
     if convert is None:
-        given = [x for x in operands if isinstance(x, Shaped)]
-        names = frozenset[str]().union(*(x.sources for x in given))
         if node.op in ("ConstantOfShape", "Range"):
-            raise NeedsValues(node.op, names)
+            raise NeedsValues(node.op, frozenset[str]().union(*(x.sources for x in values)))
         raise not_supported(node.op, "ggmlb has no converter for it")
-    given_types = {x.dtype.name for x in operands if isinstance(x, Shaped)}
-    if given_types - set(INPUT_TYPES):
-        raise not_supported(node.op, f"operands of type {', '.join(sorted(given_types))}")
+    types = {x.dtype.name for x in values} - set(INPUT_TYPES)
+    if types:
+        raise not_supported(node.op, f"operands of type {', '.join(sorted(types))}")
     results = convert(lowering, node, *operands)
     return results if isinstance(results, tuple) else (results,)
 
@@ -364,12 +357,11 @@ class _Weights:
     ) -> None:
         self._backends, self._matrix = backends, matrix
         self._leafs: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], tuple[Array, Tensor]] = {}
-        self._waiting: list[tuple[Backend | BufferType, Tensor, Array]] = []
+        self._waiting: list[tuple[bool, Backend | BufferType, Tensor, Array]] = []
         self._buffers = ExitStack()
         self._places = file.places()
-        self._total = sum(end - start for start, end in self._places)
-        edges = np.cumsum(shares) / sum(shares) if shares else np.ones(1)
-        self._edges = [float(edge) * self._total for edge in edges]
+        total = sum(end - start for start, end in self._places)
+        self._edges = (np.cumsum(shares or [1.0]) / sum(shares or [1.0]) * total).tolist()
         self._used = 0
         self.spaces: list[Any] = []
 
@@ -378,14 +370,14 @@ class _Weights:
         where = array.__array_interface__["data"][0]
         at = bisect_right(self._places, (where, 1 << 63)) - 1
         if at < 0 or where >= self._places[at][1]:
-            return self._made(array, form)  # computed for one graph
+            return self._made(array, form, False)  # computed for one graph
         key = (where, form, array.shape, array.strides)
         found = self._leafs.get(key)
         if found is None:
-            found = self._leafs[key] = (array, self._made(array, form))
+            found = self._leafs[key] = (array, self._made(array, form, True))
         return found[1]
 
-    def _made(self, array: Array, form: str) -> Tensor:
+    def _made(self, array: Array, form: str, is_weight: bool) -> Tensor:
         dtype = DType.I32 if form == "i32" else DType.F32
         if form in ("matrix", "rows") and array.ndim == 2 and not array.shape[1] % self._matrix.block_size:
             dtype = self._matrix
@@ -402,20 +394,25 @@ class _Weights:
             leaf = Context().from_array(values.reshape(leaf.ne[::-1]), dtype)
             leaf.placed("weights").usage = BufferUsage.WEIGHTS
         else:
-            self._waiting.append((where, leaf, values))
+            self._waiting.append((is_weight, where, leaf, values))
         return leaf
 
-    def place(self) -> None:
-        """Allocate and fill the leafs made since the last call."""
-        waiting, self._waiting = self._waiting, []
-        for where in dict.fromkeys(where for where, _, _ in waiting):
-            mine = [(leaf, values) for other, leaf, values in waiting if other is where]
-            buffer = self._buffers.enter_context(alloc_ctx_tensors([leaf for leaf, _ in mine], where))
+    def place(self, built: OnnxGraph) -> None:
+        """Allocate and fill the leafs made since the last call; those computed for `built` go with it."""
+        passing = ExitStack()
+        weakref.finalize(built, passing.close)
+        while self._waiting:
+            group = self._waiting[0][:2]
+            mine = [(leaf, values) for *other, leaf, values in self._waiting if (*other,) == group]
+            buffer = alloc_ctx_tensors([leaf for leaf, _ in mine], group[1])
+            (self._buffers if group[0] else passing).enter_context(buffer)
             buffer.usage = BufferUsage.WEIGHTS
-            self.spaces += [(inner.buft, inner.size) for inner in buffer.allocations]
+            if group[0]:
+                self.spaces += [(inner.buft, inner.size) for inner in buffer.allocations]
             for leaf, values in mine:
                 if values.size:
                     leaf.set_array(values.reshape(leaf.ne[::-1]))
+            self._waiting = [entry for entry in self._waiting if entry[:2] != group]
 
     def free(self) -> None:
         """Free the memory of devices."""
