@@ -268,6 +268,13 @@ def test_broadcasting_is_onnx(op: str) -> None:
             assert found.shape == expected.shape and np.allclose(found, expected, rtol=1e-6)
 
 
+def test_a_triangle_is_free_of_the_other_elements() -> None:
+    proto = model([helper.make_node("Trilu", ["x"], ["y"])], {"x": (FLOAT, None)}, ["y"])
+    with OnnxModel(proto, devices=["CPU"]) as ours:
+        found = ours.run({"x": np.full((2, 2), -np.inf, np.float32)})["y"]
+    assert found.tolist() == [[-np.inf, -np.inf], [0, -np.inf]]
+
+
 def test_transposes_of_many_axes() -> None:
     x = RNG.standard_normal((2, 3, 4, 2, 3)).astype("f")
     for _ in range(20):

@@ -11,17 +11,9 @@ import numpy as np
 
 from ggmlb.models.onnx.file import DTYPES, Array, OnnxNode
 from ggmlb.models.onnx.folding import fold
-from ggmlb.models.onnx.lowering import (
-    FLOAT,
-    INT64,
-    Lowering,
-    Operand,
-    Shaped,
-    broadcast,
-    extents,
-    normal_axis,
-)
+from ggmlb.models.onnx.lowering import FLOAT, INT64, Lowering, Operand, Shaped, broadcast, normal_axis
 
+Maybe = Operand | None
 Results = Shaped | Array | tuple[Operand, ...]
 Converter = Callable[..., Results]
 
@@ -70,7 +62,7 @@ def _flat(b: Lowering, x: Operand, axis: int) -> Shaped:
     return b.reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
 
 
-def _ints(b: Lowering, n: OnnxNode, told: Operand | None, name: str) -> list[int] | None:
+def _ints(b: Lowering, n: OnnxNode, told: Maybe, name: str) -> list[int] | None:
     """Return integers that are an operand, or an attribute in older operator sets; `None` without."""
     return b.ints(told) if told is not None else n.get(name)
 
@@ -144,9 +136,7 @@ CONVERTERS.update({op: _unary(fn) for op, fn in UNARY.items()})
 
 
 @onnx_op("Identity", "Dropout")
-def identity(
-    b: Lowering, n: OnnxNode, x: Operand, ratio: Operand | None = None, *training: Operand
-) -> Results:
+def identity(b: Lowering, n: OnnxNode, x: Operand, ratio: Maybe = None, *training: Operand) -> Results:
     """The operand; dropout is for training."""
     if training and bool(b.const(training[0])) and (ratio is None or float(b.const(ratio).reshape(())) > 0):
         raise b.fail("training_mode")
@@ -176,9 +166,7 @@ def erf(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 
 
 @onnx_op("Clip")
-def clip(
-    b: Lowering, n: OnnxNode, x: Operand, low: Operand | None = None, high: Operand | None = None
-) -> Results:
+def clip(b: Lowering, n: OnnxNode, x: Operand, low: Maybe = None, high: Maybe = None) -> Results:
     """`x` limited to a range."""
     if low is None and high is None and n.version < 11:
         return b.clamp(x, n.get("min", -math.inf), n.get("max", math.inf))
@@ -188,7 +176,7 @@ def clip(
 
 
 @onnx_op("Cast", "CastLike")
-def cast(b: Lowering, n: OnnxNode, x: Operand, like: Operand | None = None) -> Results:
+def cast(b: Lowering, n: OnnxNode, x: Operand, like: Maybe = None) -> Results:
     """To float32, float16 (computed as float32), integers or booleans."""
     to = DTYPES.get(n.get("to")) if like is None else like.dtype
     if to is None or to.name not in ("float32", "float16", "int64", "int32", "bool"):
@@ -273,7 +261,7 @@ def is_nan(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 
 
 @onnx_op("Reshape")
-def reshape(b: Lowering, n: OnnxNode, x: Operand, shape: Operand | None = None) -> Results:
+def reshape(b: Lowering, n: OnnxNode, x: Operand, shape: Maybe = None) -> Results:
     """0 keeps an extent, -1 is what is left."""
     told = b.ints(shape) if shape is not None else [int(i) for i in n.get("shape", [])]
     if not n.get("allowzero"):
@@ -286,13 +274,13 @@ def reshape(b: Lowering, n: OnnxNode, x: Operand, shape: Operand | None = None) 
     return b.reshape(x, told)
 
 
-def _axes(b: Lowering, n: OnnxNode, told: Operand | None, ndim: int) -> list[int] | None:
+def _axes(b: Lowering, n: OnnxNode, told: Maybe, ndim: int) -> list[int] | None:
     axes = _ints(b, n, told, "axes")
     return None if axes is None else [normal_axis(n.op, i, ndim) for i in axes]
 
 
 @onnx_op("Squeeze")
-def squeeze(b: Lowering, n: OnnxNode, x: Operand, axes: Operand | None = None) -> Results:
+def squeeze(b: Lowering, n: OnnxNode, x: Operand, axes: Maybe = None) -> Results:
     """Without axes of one element."""
     gone = _axes(b, n, axes, x.ndim)
     gone = [i for i, m in enumerate(x.shape) if m == 1] if gone is None else gone
@@ -300,7 +288,7 @@ def squeeze(b: Lowering, n: OnnxNode, x: Operand, axes: Operand | None = None) -
 
 
 @onnx_op("Unsqueeze")
-def unsqueeze(b: Lowering, n: OnnxNode, x: Operand, axes: Operand | None = None) -> Results:
+def unsqueeze(b: Lowering, n: OnnxNode, x: Operand, axes: Maybe = None) -> Results:
     """With axes of one element."""
     ndim = x.ndim + len(_ints(b, n, axes, "axes") or [])
     new, rest = _axes(b, n, axes, ndim) or [], iter(x.shape)
@@ -325,7 +313,7 @@ def concat(b: Lowering, n: OnnxNode, *xs: Operand) -> Results:
 
 
 @onnx_op("Split")
-def split(b: Lowering, n: OnnxNode, x: Operand, sizes: Operand | None = None) -> Results:
+def split(b: Lowering, n: OnnxNode, x: Operand, sizes: Maybe = None) -> Results:
     """Parts along an axis."""
     axis = normal_axis("Split", n.get("axis", 0), x.ndim)
     told = _ints(b, n, sizes, "split")
@@ -340,25 +328,17 @@ def split(b: Lowering, n: OnnxNode, x: Operand, sizes: Operand | None = None) ->
 
 
 @onnx_op("Slice")
-def slice_(
-    b: Lowering,
-    n: OnnxNode,
-    x: Operand,
-    starts: Operand | None = None,
-    ends: Operand | None = None,
-    axes: Operand | None = None,
-    steps: Operand | None = None,
-) -> Results:
+def slice_(b: Lowering, n: OnnxNode, x: Operand, *rest: Maybe) -> Results:
     """Ranges along axes; with a step, elements by index."""
+    starts, ends, axes, steps = (*rest, None, None, None, None)[:4]
     first, last = _ints(b, n, starts, "starts") or [], _ints(b, n, ends, "ends") or []
     along = _axes(b, n, axes, x.ndim) or list(range(len(first)))
     by = b.ints(steps) if steps is not None else [1] * len(first)
     if not len(first) == len(last) == len(along) == len(by) or 0 in by:
         raise b.fail(f"starts {first}, ends {last}, axes {along}, steps {by}")
     for axis, start, stop, step in zip(along, first, last, by, strict=True):
-        start, stop, step = slice(start, stop if step > 0 or stop >= -x.shape[axis] else None, step).indices(
-            x.shape[axis]
-        )
+        is_whole = step < 0 and stop < -x.shape[axis]
+        start, stop, step = slice(start, None if is_whole else stop, step).indices(x.shape[axis])
         if step == 1:
             x = b.slice(x, axis, start, max(stop, start))
         else:
@@ -391,15 +371,9 @@ def gather_elements(b: Lowering, n: OnnxNode, x: Operand, indices: Operand) -> R
 
 
 @onnx_op("Pad")
-def pad(
-    b: Lowering,
-    n: OnnxNode,
-    x: Operand,
-    pads: Operand | None = None,
-    fill: Operand | None = None,
-    axes: Operand | None = None,
-) -> Results:
+def pad(b: Lowering, n: OnnxNode, x: Operand, *rest: Maybe) -> Results:
     """With a constant, or with elements of `x`; negative widths cut off."""
+    pads, fill, axes = (*rest, None, None, None)[:3]
     told = _ints(b, n, pads, "pads") or n.get("paddings", [])
     number = float(b.const(fill).reshape(())) if fill is not None else n.get("value", 0.0)
     along = _axes(b, n, axes, x.ndim) or list(range(x.ndim))
@@ -431,19 +405,18 @@ def _padded(b: Lowering, x: Operand, axis: int, width: tuple[int, int], mode: st
     if fill:
         edge = np.zeros((m + before + after, 1), np.float32)
         edge[:before], edge[before + m :] = fill, fill
-        return b.reshape(b.add(b.made(t, (outer, shape[axis], inner), x.dtype), edge), shape)
-    return b.made(b.ctx.reshape_4d(t, *extents(shape)), shape, x.dtype)
+        t = b.add(b.made(t, (outer, shape[axis], inner)), edge).tensor
+    return b.made(t, shape, x.dtype)
 
 
 @onnx_op("DepthToSpace")
 def depth_to_space(b: Lowering, n: OnnxNode, x: Operand) -> Results:
     """Channels to blocks of pixels."""
     (count, c, h, w), k = x.shape, n.get("blocksize", 1)
-    if n.get("mode", "DCR") == "CRD":
-        parts, order = (count, c // k**2, k, k, h, w), (0, 1, 4, 2, 5, 3)
-    else:
-        parts, order = (count, k, k, c // k**2, h, w), (0, 3, 4, 1, 5, 2)
-    return b.reshape(b.transpose(b.reshape(x, parts), order), (count, c // k**2, h * k, w * k))
+    is_crd, rest = n.get("mode", "DCR") == "CRD", c // k**2
+    parts = (count, rest, k, k, h, w) if is_crd else (count, k, k, rest, h, w)
+    moved = b.transpose(b.reshape(x, parts), (0, 1, 4, 2, 5, 3) if is_crd else (0, 3, 4, 1, 5, 2))
+    return b.reshape(moved, (count, rest, h * k, w * k))
 
 
 @onnx_op("SpaceToDepth")
@@ -456,12 +429,13 @@ def space_to_depth(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 
 
 @onnx_op("Trilu")
-def trilu(b: Lowering, n: OnnxNode, x: Operand, k: Operand | None = None) -> Results:
+def trilu(b: Lowering, n: OnnxNode, x: Operand, k: Maybe = None) -> Results:
     """A triangle of each matrix, 0 elsewhere."""
     diagonal = 0 if k is None else b.ints(k)[0]
     rows, columns = x.shape[-2:]
-    mask = np.tri(rows, columns, diagonal if not n.get("upper", 1) else diagonal - 1, dtype=np.float32)
-    return replace(b.mul(x, 1 - mask if n.get("upper", 1) else mask), dtype=x.dtype)
+    is_upper = n.get("upper", 1)
+    below = np.tri(rows, columns, diagonal - 1 if is_upper else diagonal, dtype=bool)
+    return b.select(~below if is_upper else below, x, np.zeros((), x.dtype))
 
 
 @onnx_op("OneHot")
@@ -490,7 +464,7 @@ REDUCTIONS: Final[dict[str, tuple[str | None, str, str | None]]] = {
 
 
 @onnx_op(*REDUCTIONS, "ReduceLogSumExp")
-def reduce(b: Lowering, n: OnnxNode, x: Operand, axes: Operand | None = None) -> Results:
+def reduce(b: Lowering, n: OnnxNode, x: Operand, axes: Maybe = None) -> Results:
     """Along axes, moved behind the others."""
     told = _axes(b, n, axes, x.ndim)
     if not told:
@@ -529,7 +503,7 @@ def arg_extreme(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 
 
 @onnx_op("TopK")
-def top_k(b: Lowering, n: OnnxNode, x: Operand, k: Operand | None = None) -> Results:
+def top_k(b: Lowering, n: OnnxNode, x: Operand, k: Maybe = None) -> Results:
     """Largest or smallest elements along an axis, and their indices."""
     axis = normal_axis("TopK", n.get("axis", -1), x.ndim)
     count = b.ints(k)[0] if k is not None else n.get("k", 1)
@@ -570,7 +544,7 @@ def softmax(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 
 
 @onnx_op("MaskedSoftmax")
-def masked_softmax(b: Lowering, n: OnnxNode, x: Operand, mask: Operand | None = None) -> Results:
+def masked_softmax(b: Lowering, n: OnnxNode, x: Operand, mask: Maybe = None) -> Results:
     """Of the pattern `softmax(x * scale + mask)`, over the last axis."""
     v, scale = b.value(x), n.get("scale", 1.0)
     m = None if mask is None else b.value(mask)
@@ -602,9 +576,7 @@ def _normed(b: Lowering, fn: str, x: Operand, rows: Sequence[int], eps: float) -
 
 
 @onnx_op("LayerNormalization", "RMSNormalization")
-def layer_norm(
-    b: Lowering, n: OnnxNode, x: Operand, w: Operand | None = None, bias: Operand | None = None
-) -> Results:
+def layer_norm(b: Lowering, n: OnnxNode, x: Operand, w: Maybe = None, bias: Maybe = None) -> Results:
     """Over the axes from `axis` on."""
     if len([name for name in n.outputs if name]) > 1:
         raise b.fail("the results Mean and InvStdDev")
@@ -636,10 +608,9 @@ def group_norm(b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Operand) 
 
 
 @onnx_op("BatchNormalization")
-def batch_norm(
-    b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Operand, mean: Operand, var: Operand
-) -> Results:
+def batch_norm(b: Lowering, n: OnnxNode, x: Operand, *params: Operand) -> Results:
     """A scale and a bias for each channel, of constants folded."""
+    w, bias, mean, var = params
     if n.get("training_mode") or len([name for name in n.outputs if name]) > 1:
         raise b.fail("training_mode")
     eps, rank = n.get("epsilon", 1e-5), x.ndim
@@ -688,7 +659,7 @@ def matmul(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
 
 
 @onnx_op("Gemm")
-def gemm(b: Lowering, n: OnnxNode, x: Operand, y: Operand, c: Operand | None = None) -> Results:
+def gemm(b: Lowering, n: OnnxNode, x: Operand, y: Operand, c: Maybe = None) -> Results:
     """`alpha * x @ y + beta * c`."""
     if x.ndim != 2 or y.ndim != 2:
         raise b.fail("operands that are not matrices")
@@ -766,7 +737,7 @@ def _pad_planes(
 
 @onnx_op("Conv")
 @with_planes
-def conv(b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Operand | None = None) -> Results:
+def conv(b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Maybe = None) -> Results:
     """Convolution over one or two axes: one op for each group, or one for all if each is one channel."""
     strides, dilations, before, after = _spatial(b, n, x, w.shape[2:])
     group, (count, c), (oc, ic, *kernel) = n.get("group", 1), x.shape[:2], w.shape
@@ -802,12 +773,12 @@ def _conv(b: Lowering, x: Shaped, w: Operand, place: Any, out: list[int]) -> Sha
         return b.made(b.ctx.conv_2d_direct(b.value(w).tensor, x.tensor, *place), shape)
     pixels = b.transpose(b.reshape(x, (ic, out[0] * out[1])), (1, 0))
     t = b.ctx.mul_mat(pixels.tensor, b.value(b.reshape(w, (oc, ic))).tensor)
-    return b.made(b.ctx.reshape_4d(t, *extents(shape)), shape)
+    return b.made(t, shape)
 
 
 @onnx_op("ConvTranspose")
 @with_planes
-def conv_transpose(b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Operand | None = None) -> Results:
+def conv_transpose(b: Lowering, n: OnnxNode, x: Operand, w: Operand, bias: Maybe = None) -> Results:
     """Transposed convolution: as the kernel's products, summed where they overlap, of equal strides."""
     if n.get("output_shape") or n.get("auto_pad", "NOTSET") != "NOTSET":
         raise b.fail("output_shape and auto_pad")
@@ -870,7 +841,7 @@ def global_pool(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 
 
 @onnx_op("Resize", "Upsample")
-def resize(b: Lowering, n: OnnxNode, x: Operand, *rest: Operand | None) -> Results:
+def resize(b: Lowering, n: OnnxNode, x: Operand, *rest: Maybe) -> Results:
     """Interpolation along one axis after the other."""
     given = (*rest, None, None, None) if n.version > 10 else (None, *rest, None, None)
     told = [None if v is None or 0 in v.shape else b.const(v).reshape(-1).tolist() for v in given]
@@ -919,9 +890,10 @@ def _resized(
 
 
 @onnx_op("LSTM")
-def lstm(b: Lowering, n: OnnxNode, x: Operand, w: Operand, r: Operand, bias: Operand | None = None,
-         lengths: Operand | None = None, h0: Operand | None = None, c0: Operand | None = None,
-         peephole: Operand | None = None) -> Results:  # fmt: skip
+def lstm(
+    b: Lowering, n: OnnxNode, x: Operand, w: Operand, r: Operand, bias: Maybe = None, lengths: Maybe = None,
+    h0: Maybe = None, c0: Maybe = None, peephole: Maybe = None
+) -> Results:  # fmt: skip
     """One or both directions, a step at a time; gates in ONNX's order: input, output, forget, cell."""
     options = (lengths is not None, peephole is not None, *map(n.get, ("layout", "clip", "input_forget")))
     if any(options):

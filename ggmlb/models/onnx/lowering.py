@@ -158,9 +158,11 @@ class Lowering:
         return leaf
 
     def made(self, tensor: Tensor, shape: Sequence[int], dtype: np.dtype[Any] = FLOAT) -> Shaped:
-        """Return a value for a new tensor."""
+        """Return a value of a new tensor's elements, which are as many."""
         if math.prod(shape) > MAX_ELEMENTS:
             raise self.fail(f"a result of {math.prod(shape)} elements")
+        ne = extents(shape)
+        tensor = tensor if tensor.ne == ne else self.ctx.reshape_4d(tensor, *ne)
         return Shaped(tensor, tuple(int(n) for n in shape), dtype)
 
     # -- elements ------------------------------------------------------------------------------
@@ -211,10 +213,7 @@ class Lowering:
                 ((a, extents(left)), (b, extents(right))))  # fmt: skip
         if s.ne != extents(out):
             s = self.ctx.repeat_4d(s, *extents(out))
-        result = getattr(self.ctx, fn)(s, t)
-        if result.ne != extents(shape):
-            result = self.ctx.reshape_4d(result, *extents(shape))
-        return self.made(result, shape, a.dtype)
+        return self.made(getattr(self.ctx, fn)(s, t), shape, a.dtype)
 
     add, sub = partialmethod(binary, "add"), partialmethod(binary, "sub")
     mul, div = partialmethod(binary, "mul"), partialmethod(binary, "div")
@@ -239,19 +238,16 @@ class Lowering:
         both = self.concat([r, q], 0)
         rows = self.add(self.affine(p, float(n)), np.arange(n, dtype=np.float32).reshape(n, 1))
         t = self.ctx.get_rows(both.tensor, self.indices(self.reshape(rows, (n,))).tensor)
-        return self.made(self.ctx.reshape_4d(t, *extents(shape)), shape, x.dtype)
+        return self.made(t, shape, x.dtype)
 
     # -- shapes --------------------------------------------------------------------------------
 
     def reshape(self, x: Operand, shape: Sequence[int]) -> Shaped:
         """Return the elements in another shape."""
         v = x if isinstance(x, Shaped) else self.value(x)
-        shape = tuple(int(n) for n in shape)
         if math.prod(shape) != math.prod(v.shape):
-            raise self.fail(f"shape {v.shape} cannot become {shape}")
-        ne = extents(shape)
-        t = v.tensor if v.tensor.ne == ne else self.ctx.reshape_4d(v.tensor, *ne)
-        return Shaped(t, shape, v.dtype, origin=v.origin)
+            raise self.fail(f"shape {v.shape} cannot become {(*shape,)}")
+        return replace(self.made(v.tensor, shape, v.dtype), origin=v.origin)
 
     def transpose(self, x: Operand, perm: Sequence[int]) -> Shaped:
         """Return a copy with the axes in another order."""
@@ -263,13 +259,9 @@ class Lowering:
         if v.permuted is not None:
             base, first = v.permuted
             order = tuple(first[i] for i in perm)
-        shape = tuple(v.shape[i] for i in perm)
         groups, sizes = _runs(base.shape, order)
-        t = base.tensor
-        if groups != sorted(groups):
-            t = self._permuted(t, groups, sizes)
-        t = t if t.ne == extents(shape) else self.ctx.reshape_4d(t, *extents(shape))
-        return Shaped(t, shape, v.dtype, frozenset(), (base, order))
+        t = base.tensor if groups == sorted(groups) else self._permuted(base.tensor, groups, sizes)
+        return replace(self.made(t, [v.shape[i] for i in perm], v.dtype), permuted=(base, order))
 
     def _permuted(self, t: Tensor, order: list[int], sizes: list[int]) -> Tensor:
         """Copy a tensor whose axes (of `sizes`, by their old place) come in a new order."""
@@ -300,7 +292,7 @@ class Lowering:
             raise self.fail(f"shape {v.shape} cannot be expanded to {shape}")
         a, _, out = _merged(self.op, v.shape, shape, shape)
         t = self.ctx.repeat_4d(self.ctx.reshape_4d(v.tensor, *extents(a)), *extents(out))
-        return self.made(self.ctx.reshape_4d(t, *extents(shape)), shape, x.dtype)
+        return self.made(t, shape, x.dtype)
 
     def parted(self, x: Operand, axis: int) -> tuple[Shaped, int, int, int]:
         """Return `x` as (before, n, after) around an axis, and these three extents."""
@@ -321,7 +313,7 @@ class Lowering:
             t = self.ctx.concat(t, self.parted(v, axis)[0].tensor, 1)
             n += v.shape[axis]
         shape = (*values[0].shape[:axis], n, *values[0].shape[axis + 1 :])
-        return self.made(self.ctx.reshape_4d(t, *extents(shape)), shape, values[0].dtype)
+        return self.made(t, shape, values[0].dtype)
 
     def slice(self, x: Operand, axis: int, start: int, stop: int) -> Shaped:
         """Return a range along an axis."""
@@ -332,7 +324,7 @@ class Lowering:
         nb = v.tensor.nb
         t = self.ctx.view_4d(v.tensor, inner, k, outer, 1, nb[1], nb[2], nb[3], start * nb[1] if k else 0)
         shape = (*x.shape[:axis], k, *x.shape[axis + 1 :])
-        return self.made(self.ctx.reshape_4d(self.ctx.cont(t), *extents(shape)), shape, x.dtype)
+        return self.made(self.ctx.cont(t), shape, x.dtype)
 
     def take(self, x: Operand, indices: Operand, axis: int) -> Shaped:
         """Return the elements at indices along an axis, as NumPy's take."""
@@ -356,7 +348,7 @@ class Lowering:
             at = self.indices(self.expand(v, (outer, k))).tensor
         t = self.ctx.get_rows(rows, self.ctx.reshape_4d(at, k, outer, 1, 1))
         result = (*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
-        return self.made(self.ctx.reshape_4d(t, *extents(result)), result, x.dtype)
+        return self.made(t, result, x.dtype)
 
     def from_first(self, indices: Operand, n: int) -> Shaped:
         """Return indices counted from the first of `n`: negative ones are counted from the end."""
@@ -425,7 +417,7 @@ class Lowering:
             right = self.reshape(self.expand(rows, (*lead, n, k)), (b, n, k))
             t = self.ctx.mul_mat(right.tensor, left.tensor)
         shape = (*lead, m, n)
-        return self.made(self.ctx.reshape_4d(t, *extents(shape)), shape, a.dtype)
+        return self.made(t, shape, a.dtype)
 
     def result(self, x: Shaped) -> Tensor:
         """Return a tensor of its own for a result of the model."""
@@ -450,8 +442,6 @@ def _merged(op: str, a: Shape, b: Shape, out: Shape) -> tuple[list[int], list[in
         last = kind
     if len(groups) > 4:
         raise not_supported(op, f"broadcasting {a} and {b} takes more than four axes")
-    if len(groups) <= 1 and rank and not groups:
-        return [1], [1], [1]
     columns = [*zip(*groups, strict=True)] or [(1,), (1,), (1,)]
     return [*columns[0]], [*columns[1]], [*columns[2]]
 
