@@ -19,6 +19,12 @@ from ggmlb.models.onnx.file import FAULTS, Array, OnnxNode, not_supported
 MAX_BYTES: Final = 1 << 28
 """Limit of a folded value, unless it is a part of its operands."""
 
+CONSTANTS: Final = {
+    "value": None, "value_float": np.float32, "value_int": np.int64, "value_floats": np.float32,
+    "value_ints": np.int64,
+}  # fmt: skip
+"""Types of the attributes of a Constant; `None`: the attribute's own."""
+
 FOLDED: Final = frozenset((
     "Constant",
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Ceil", "Clip", "Concat",
@@ -33,15 +39,6 @@ FOLDED: Final = frozenset((
 """Ops that are folded; others with constant operands alone are computed as those of inputs are."""
 
 
-def constant(node: OnnxNode) -> Array:
-    """Return the value of a Constant."""
-    for name, kind in (("value", None), ("value_float", np.float32), ("value_int", np.int64),
-                       ("value_floats", np.float32), ("value_ints", np.int64)):  # fmt: skip
-        if name in node.attrs:
-            return np.asarray(node.attrs[name], kind)
-    raise not_supported("Constant", "no value of numbers")
-
-
 def fold(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     """Return the results of a node of constants.
 
@@ -49,7 +46,10 @@ def fold(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
         UnsupportedOpError: The operands do not fit the op, or a result would be large.
     """
     if node.op == "Constant":
-        return (constant(node),)
+        for name, dtype in CONSTANTS.items():
+            if name in node.attrs:
+                return (np.asarray(node.attrs[name], dtype),)
+        raise not_supported("Constant", "no value of numbers")
     names = [f"i{k}" if x is not None else "" for k, x in enumerate(operands)]
     given = {name: x for name, x in zip(names, operands, strict=True) if x is not None}
     if node.op == "Range":  # the reference takes [1] for scalars

@@ -100,7 +100,7 @@ class OnnxModel(ModelOnDevices):
         weights: DType | str | None = None,
     ) -> None:
         self._file = file = OnnxFile(model)
-        self._body = _folded(recognise(file.body), file)
+        self._body = recognise(_folded(file.body, file))
         self.inputs: dict[str, Input] = file.inputs
         self.outputs = tuple(file.body.outputs)
         _check_ops(self._body)

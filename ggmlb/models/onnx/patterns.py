@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ggmlb.models.onnx.file import Array, Body, OnnxNode
-from ggmlb.models.onnx.folding import constant
+import numpy as np
+
+from ggmlb.models.onnx.file import Body, OnnxNode
 
 
 class Patterns:
     """The nodes of a graph, and searches in them.
 
     Args:
-        body: The graph; its list of nodes is not changed.
+        body: The graph, with nodes of constants folded; its list of nodes is not changed.
     """
 
     def __init__(self, body: Body) -> None:
@@ -28,15 +29,8 @@ class Patterns:
 
     def number(self, name: str) -> float | None:
         """Return the number that a constant of one element is, or `None`."""
-        value: Array | None = self._constants.get(name)
-        node = self._by.get(name)
-        if value is None and node is not None and node.op == "Constant" and "value_string" not in node.attrs:
-            value = constant(node) if node.attrs.keys() & {"value", "value_float", "value_int"} else None
-        return (
-            float(value.reshape(()))
-            if value is not None and value.size == 1 and value.dtype.kind in "fiu"
-            else None
-        )
+        value = self._constants.get(name, np.empty(0))
+        return float(value.reshape(())) if value.size == 1 and value.dtype.kind in "fiu" else None
 
     def maker(self, name: str, *ops: str) -> OnnxNode | None:
         """Return the node that computes a value, if it is one of these ops."""
