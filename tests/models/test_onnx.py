@@ -427,6 +427,17 @@ def test_ops_that_are_not_there_are_all_named() -> None:
         OnnxModel(model(nodes, X, ["y"]), devices=["CPU"])
 
 
+@pytest.mark.parametrize("last", [
+    helper.make_node("Div", ["x"], ["y"]),
+    helper.make_node("Softmax", ["h"], ["y"]),
+    helper.make_node("Identity", ["c"], ["y"], body=block().graph),
+], ids=lambda node: str(node.op_type))  # fmt: skip
+def test_operands_or_attributes_that_do_not_fit_are_our_error(last: onnx.NodeProto) -> None:
+    nodes = [helper.make_node("Add", ["x"], ["h"]), last]
+    with pytest.raises(Error), OnnxModel(model(nodes, X, ["y"], weights(c=1.0)), devices=["CPU"]) as ours:
+        ours.run({"x": np.ones(2, np.float32)})
+
+
 def test_inputs_are_checked() -> None:
     proto = block()
     with OnnxModel(proto, devices=["CPU"]) as ours:

@@ -45,6 +45,15 @@ def fold(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     Raises:
         UnsupportedOpError: The operands do not fit the op, or a result would be large.
     """
+    try:
+        return _computed(node, operands)
+    except UnsupportedOpError:
+        raise
+    except (InferenceError, *FAULTS) as error:
+        raise not_supported(node.op, f"its constants do not fit: {str(error)[:200]}") from None
+
+
+def _computed(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     if node.op == "Constant":
         for name, dtype in CONSTANTS.items():
             if name in node.attrs:
@@ -68,14 +77,9 @@ def fold(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     graph = helper.make_graph(nodes, "fold", infos, results, small)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", node.version)])
     most = max(MAX_BYTES, 16 * sum(x.nbytes for x in given.values()))
-    try:
-        for result in infer_shapes(model, strict_mode=True, data_prop=True).graph.output:
-            n = math.prod(d.dim_value for d in result.type.tensor_type.shape.dim)
-            if n * 8 > most or not result.type.tensor_type.HasField("shape"):
-                raise not_supported(node.op, f"a constant of {n} elements")
-        with np.errstate(all="ignore"):
-            return tuple(np.asarray(x) for x in ReferenceEvaluator(model).run(None, given))
-    except UnsupportedOpError:
-        raise
-    except (InferenceError, *FAULTS) as error:
-        raise not_supported(node.op, f"its constants do not fit: {str(error)[:200]}") from None
+    for result in infer_shapes(model, strict_mode=True, data_prop=True).graph.output:
+        n = math.prod(d.dim_value for d in result.type.tensor_type.shape.dim)
+        if n * 8 > most or not result.type.tensor_type.HasField("shape"):
+            raise not_supported(node.op, f"a constant of {n} elements")
+    with np.errstate(all="ignore"):
+        return tuple(np.asarray(x) for x in ReferenceEvaluator(model).run(None, given))

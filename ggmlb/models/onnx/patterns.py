@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
-from ggmlb.models.onnx.file import Body, OnnxNode
+from ggmlb.models.onnx.file import FAULTS, Body, OnnxNode
 
 
 class Patterns:
@@ -167,7 +168,8 @@ def recognise(body: Body) -> Body:
     for node in body.nodes:
         find = finders.get(node.op)
         if find is not None and node.inputs and len(node.outputs) == 1:
-            find(node)
+            with suppress(*FAULTS):  # a node with other operands or attributes is not of a chain
+                find(node)
     nodes = [patterns.replaced.get(id(node), node) for node in body.nodes]
     wanted = set(body.outputs)
     kept: list[OnnxNode] = []
