@@ -227,7 +227,7 @@ def power(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
     if y.ndim > x.ndim:
         raise b.fail("an exponent of more axes than the base")
     if p * 2 != int(p * 2) or not abs(p) <= 8:
-        raise b.fail(f"the exponent {p}")
+        raise b.fail(f"exponent {p}")
     t = b.value(x).tensor
     is_one = p.is_integer() or abs(p) == 0.5
     return b.made(t**p if is_one else t ** math.floor(p) * t**0.5, x.shape, x.dtype)
@@ -353,7 +353,7 @@ def gather(b: Lowering, n: OnnxNode, x: Operand, indices: Operand) -> Results:
     if isinstance(indices, np.ndarray) and indices.ndim == 0:
         at = int(indices) + (x.shape[axis] if indices < 0 else 0)
         if not 0 <= at < x.shape[axis]:
-            raise b.fail(f"index {int(indices)} of {x.shape[axis]}")
+            raise b.fail(f"index {int(indices)} is out of range for an axis of {x.shape[axis]}")
         part = b.slice(x, axis, at, at + 1)
         return b.reshape(part, (*x.shape[:axis], *x.shape[axis + 1 :]))
     return b.take(x, indices, axis)

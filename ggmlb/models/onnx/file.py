@@ -77,9 +77,9 @@ class Body(NamedTuple):
 
     Attributes:
         constants: Values of initializers by name.
-        nodes: Nodes; operands come first.
-        inputs: Names of formal inputs.
-        outputs: Names of results.
+        nodes: In topological order.
+        inputs: Names of the graph's inputs.
+        outputs: Names of its outputs.
     """
 
     constants: dict[str, Array]

@@ -293,7 +293,7 @@ def _folded(body: Body, file: OnnxFile) -> Body:
 
 
 def build_body(lowering: Lowering, body: Body, scope: Scope) -> None:
-    """Add the values of a graph's nodes to a scope."""
+    """Convert a graph's nodes, and add their results to the values by name, `scope`."""
     for node in body.nodes:
         operands = [scope[name] if name else None for name in node.inputs]
         while operands and operands[-1] is None:

@@ -33,8 +33,8 @@ class Patterns:
         value = self._constants.get(name, np.empty(0))
         return float(value.reshape(())) if value.size == 1 and value.dtype.kind in "fiu" else None
 
-    def maker(self, name: str, *ops: str) -> OnnxNode | None:
-        """Return the node that computes a value, if it is one of these ops."""
+    def producer(self, name: str, *ops: str) -> OnnxNode | None:
+        """Return the node that computes a value, if its op is one of `ops`; else `None`."""
         node = self._by.get(name)
         return node if node is not None and node.op in ops else None
 
@@ -50,7 +50,7 @@ class Patterns:
 
     def scaled(self, name: str) -> tuple[str, float]:
         """Return the tensor and the factor, if a value is a tensor times a constant."""
-        node = self.maker(name, "Mul", "Div")
+        node = self.producer(name, "Mul", "Div")
         if node is None or len(node.inputs) != 2:
             return name, 1.0
         one, two = (self.number(each) for each in node.inputs)
@@ -96,7 +96,7 @@ class Patterns:
     def hard_swish(self, clip: OnnxNode) -> None:
         """`x * clip(x + 3, 0, 6) / 6`."""
         limits = [self.number(name) if name else None for name in clip.inputs[1:]]
-        plus = self.maker(clip.inputs[0], "Add")
+        plus = self.producer(clip.inputs[0], "Add")
         product = self.user(clip, "Mul")
         if plus is None or product is None or (limits or [clip.get("min"), clip.get("max")]) != [0.0, 6.0]:
             return
@@ -117,22 +117,22 @@ class Patterns:
 
     def layer_norm(self, quotient: OnnxNode) -> None:
         """`(x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)`, and a weight and a bias behind it."""
-        root = self.maker(quotient.inputs[1], "Sqrt")
-        plus = root and self.maker(root.inputs[0], "Add")
-        low = self.maker(quotient.inputs[0], "Sub")
+        root = self.producer(quotient.inputs[1], "Sqrt")
+        plus = root and self.producer(root.inputs[0], "Add")
+        low = self.producer(quotient.inputs[0], "Sub")
         if plus is None or low is None:
             return
         for name in plus.inputs:
-            eps, mean = self.number(self.other(plus, name)), self.maker(name, "ReduceMean")
+            eps, mean = self.number(self.other(plus, name)), self.producer(name, "ReduceMean")
             if eps is not None and mean is not None and eps >= 0:
                 break
         else:
             return
-        square = self.maker(mean.inputs[0], "Pow", "Mul")
-        centre = self.maker(low.inputs[1], "ReduceMean")
+        square = self.producer(mean.inputs[0], "Pow", "Mul")
+        centre = self.producer(low.inputs[1], "ReduceMean")
         if square is None or centre is None or centre.inputs[0] != low.inputs[0]:
             return
-        of = self.maker(square.inputs[0], "Sub")
+        of = self.producer(square.inputs[0], "Sub")
         is_square = (
             square.inputs[1] == square.inputs[0] if square.op == "Mul" else self.number(square.inputs[1]) == 2
         )
@@ -146,16 +146,16 @@ class Patterns:
             return
         mask: list[str] = []
         name = softmax.inputs[0]
-        plus = self.maker(name, "Add")
+        plus = self.producer(name, "Add")
         if plus is not None:
             first, second = plus.inputs
-            if self.maker(self.scaled(first)[0], "MatMul") is None:
+            if self.producer(self.scaled(first)[0], "MatMul") is None:
                 first, second = second, first
-            if self.maker(self.scaled(first)[0], "MatMul") is None:
+            if self.producer(self.scaled(first)[0], "MatMul") is None:
                 return
             name, mask = first, [second]
         base, scale = self.scaled(name)
-        product = self.maker(base, "MatMul")
+        product = self.producer(base, "MatMul")
         if product is not None and (scale != 1.0 or mask) and math.isfinite(scale):
             self.replace(softmax, "MaskedSoftmax", [base, *mask], scale=scale)
 

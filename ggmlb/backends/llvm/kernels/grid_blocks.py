@@ -1,7 +1,7 @@
-"""Readers of IQ1, IQ2 and IQ3: codes are entries of a grid, of four or eight bytes, with signs.
+"""Readers of IQ1, IQ2 and IQ3 blocks: quants are entries of a codebook (grid) of 4 or 8 bytes, with signs.
 
-Codes are unsigned, with an offset. Those of IQ1, whose elements are an entry's plus or minus 1/8, are in
-units of 1/8; a table of both sums would fill the L1 cache.
+Codes (ggml's quants) are made unsigned by an offset. An element of IQ1 is a grid value plus or minus 1/8
+(`IQ1S_DELTA`): its codes are in units of 1/8, as a table with both sums would not fit the L1 cache.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GridFormat(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Offset of the codes, at least their largest magnitude."""
+        """Number added to the signed codes so that they are unsigned: at least the largest magnitude."""
         return 16 if self.most < 16 else 64
 
     def codes(self, name: str, k: Emitter, p: Value) -> list[Value]:

@@ -22,7 +22,7 @@ def sort_lanes(level: Level) -> int:
 
 
 def _key(k: Emitter, x: Value) -> Value:
-    """The keys of a vector of floats; equal for both zeros."""
+    """Integers in the order of a vector of floats, by which these are sorted; +0 and -0 are equal."""
     ints = like(x.type, I32)
     bits = k.select(x.equals(x), (x + 0.0).bits(ints), _NAN)
     return bits ^ k.select(bits < 0, k.const(ints, 0x7FFFFFFF), 0)

@@ -12,7 +12,7 @@ from ggmlb.models.text.keys import Keys
 
 @register_architecture("glm4moe")
 def glm4moe(keys: Keys) -> TextConfig:
-    """Read a model with experts in all but the first layers; in large ones queries and keys have norms."""
+    """Read a mixture of experts whose first layers are dense; larger models have QK norms."""
     check_positions(keys)
     keys.skip_predictors()
     norms = "head" if "blk.0.attn_q_norm.weight" in keys.file else None

@@ -166,7 +166,7 @@ class Mamba2(Recurrent):
         return _output(graph, layer, y, gate)
 
     def _scan(self, graph: LayersGraph, layer: int, x: Tensor, dt: Tensor) -> Tensor:
-        """The selective scan of inputs, B and C, that `x` holds: `[n_inner, n_tokens, n_sequences]`."""
+        """The selective scan, `[n_inner, n_tokens, n_sequences]`; rows of `x` are the inputs, B and C."""
         ctx, w, at, sizes = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
         size, element = self.n_inner // self.n_head, x.nb[0]
         start = 0
