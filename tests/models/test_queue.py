@@ -10,8 +10,9 @@ from threading import Event
 import numpy as np
 import pytest
 
-from ggmlb import ArgumentError, BackendError, FreedError
+from ggmlb import ArgumentError, BackendError, FreedError, ModelError
 from ggmlb.models import TextModel
+from ggmlb.models.gguf import GgufFile
 from ggmlb.models.text.decoder import Token
 
 SHARED = [1, *(260 + (7 * i) % 55 for i in range(30))]
@@ -118,6 +119,25 @@ def test_a_failing_callback_fails_its_own_job_only(models: Callable[..., Path]) 
         with pytest.raises(KeyError, match="of the callback"):
             bad.wait(60)
         assert len(queue.submit([1, 7], max_tokens=3, ignore_eos=True).wait(60).tokens) == 3
+
+
+def test_nan_fails_its_own_job_only(models: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "nan.gguf"
+    path.write_bytes(models().read_bytes())
+    tensor = GgufFile(path)["token_embd.weight"]
+    with path.open("r+b") as file:
+        file.seek(tensor.offset + 5 * tensor.nbytes // tensor.ne[1])
+        file.write(np.float32(np.nan).tobytes())
+    with TextModel(path, ["CPU"], n_ctx=128, kv_type="f32") as model:
+        alone = model.generate([1, 6], max_tokens=9, temperature=0, logit_bias={5: -np.inf}).tokens
+        with model.queue() as queue:
+            good, bad = (
+                queue.submit([1, token], max_tokens=9, temperature=0, logit_bias={5: -np.inf})
+                for token in (6, 5)
+            )
+            with pytest.raises(ModelError, match="NaN or infinity after token 2"):
+                bad.wait(60)
+            assert good.wait(60).tokens == alone
 
 
 def test_a_device_that_fails_twice_ends_its_jobs_only(

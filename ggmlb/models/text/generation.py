@@ -181,6 +181,11 @@ class Request:
         self.result.stopped_by = self.result.stopped_by or why
         self.result.seconds = perf_counter() - self._times[1]
 
+    def fail(self, error: Exception) -> None:
+        """End the generation with an error."""
+        self.error = error
+        self.end("error")
+
     def _read(self) -> None:
         """Decode the tokens that are not decoded yet."""
         tokens, self._unread = self._unread, []
@@ -277,8 +282,8 @@ class Engine:
         most = self.memory.n_cells + 1 - len(tokens)
         is_short = not 0 <= options.max_tokens <= most
         options = replace(options, max_tokens=most if is_short else options.max_tokens)
-        ends: frozenset[int] = frozenset() if options.ignore_eos else vocabulary.end_tokens
         is_free = not options.grammar and options.json_schema is None
+        ends: frozenset[int] = frozenset() if options.ignore_eos and is_free else vocabulary.end_tokens
         grammar = None if is_free else Grammar(vocabulary, options.grammar, options.json_schema)
         number = self.new_sequence() if sequence is None else sequence
         is_session = sequence is not None
@@ -318,30 +323,46 @@ class Engine:
     def step(self, active: Sequence[Request]) -> list[Request]:
         """Compute one batch; return the requests that have one more token, or are done."""
         batch: list[Token] = []
-        asking = []
+        asking, others = [], []
         with self.lock:
             # Running requests come before prompts.
             for request in sorted(active, key=_n_left) if len(active) > 1 else active:
                 tokens = request.next_tokens(N_BATCH - len(batch))
                 batch += tokens
-                if tokens and tokens[-1].wants_logits:
-                    asking.append(request)
+                (asking if tokens and tokens[-1].wants_logits else others).append(request)
             rows = self.decoder.decode(batch, is_view=True)
-            for request, row in zip(asking, rows, strict=True):
-                self._check_finite(row, request.sequence, request.tokens)
-            if not any(request.options.logits_processor for request in asking):
+            failed = [i for i, row in enumerate(rows) if not np.isfinite(row.max())]
+            has_processor = any(request.options.logits_processor for request in asking)
+            if failed or has_processor:
+                rows = rows.copy()  # `_retry` uses this model, and a processor may, also from another thread
+            if failed:
+                self._retry(asking, rows, failed, others)
+            if not has_processor:
                 _accept(asking, rows)
                 return asking
-            rows = rows.copy()  # a processor may use this model, also from another thread
         _accept(asking, rows)
         return asking
 
-    def _check_finite(self, outputs: Floats, sequence: int, tokens: Sequence[int]) -> None:
-        """Raise if outputs of a sequence are NaN or infinite; the sequence is removed then."""
-        if not np.isfinite(outputs.max()):
-            self.memory.note_nan()
-            self.memory.remove(sequence)
-            raise self._not_finite(tokens)
+    def _retry(
+        self, asking: Sequence[Request], rows: Floats, failed: Sequence[int], others: Sequence[Request]
+    ) -> None:
+        """Compute NaN or infinite rows again, each request alone; end those that fail again.
+
+        NaN of one sequence may reach all of its batch, since some kernels multiply masked values; so the
+        others, whose outputs are not known yet, begin again too.
+        """
+        self.memory.note_nan()
+        for request in (*others, *(asking[i] for i in failed)):
+            request.n_done = self.memory.remove(request.sequence)
+        for i in failed:
+            request = asking[i]
+            while _n_left(request):
+                found = self.decoder.decode(request.next_tokens(N_BATCH))
+            if np.isfinite(found.max()):
+                rows[i] = found[0]
+            else:
+                request.n_done = self.memory.remove(request.sequence)
+                request.fail(self._not_finite(request.tokens))
 
     def _has_room(self, request: Request) -> bool:
         """Whether the cache has room for a request beside the running ones."""
@@ -381,7 +402,10 @@ class Engine:
 
         def checked(batch: Sequence[Token]) -> Floats:
             found = compute(batch)
-            self._check_finite(found, batch[0].sequence, tokens[: batch[-1].position + 1])
+            if not np.isfinite(found.max()):
+                self.memory.note_nan()
+                self.memory.remove(batch[0].sequence)
+                raise self._not_finite(tokens[: batch[-1].position + 1])
             return found
 
         return np.concatenate(list(self.parts(tokens, checked)))
@@ -389,11 +413,12 @@ class Engine:
 
 def _accept(requests: Sequence[Request], rows: Floats) -> None:
     for request, row in zip(requests, rows, strict=True):
+        if request.is_done:
+            continue
         try:
             request.accept(row)
-        except Exception as error:  # of a logits processor: other requests of the batch go on
-            request.error = error
-            request.end("error")
+        except Exception as error:  # of sampling: other requests of the batch go on
+            request.fail(error)
 
 
 def _n_left(request: Request) -> int:

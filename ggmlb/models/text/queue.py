@@ -333,8 +333,7 @@ class JobQueue:
     def _fail(self, error: Exception) -> None:
         """End all running jobs with an error."""
         for job in list(self._active):
-            job.error = error
-            job.request.end("error")
+            job.request.fail(error)
             with suppress(Error):  # the device that failed may fail again: `error` is told
                 self._free(job.request.sequence)
             with self._changed:
