@@ -98,8 +98,18 @@ def test_logits_are_biased_and_recent_tokens_penalised() -> None:
     assert seen(**penalties, repeat_last=1)[2:] == [-2 - 0.75, 4, 0.5]
     assert logits.tolist() == [1, 2, -1, 4, 0.5]
     assert Sampler(Options(temperature=0, logit_bias={0: 10, 3: -np.inf}))(logits, recent) == 0
-    with pytest.raises(ArgumentError, match=r"logit_bias has -1: 2"):
-        Options(logit_bias={-1: 2})
+    for token, bias in ((-1, 2), (0, 1e300), (0, np.nan)):
+        with pytest.raises(ArgumentError, match=f"logit_bias has {token}: {re.escape(repr(bias))}"):
+            Options(logit_bias={token: bias})
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 0}, {"top_k": 2}, {"mirostat": 2}])
+def test_an_exclusion_of_all_tokens_is_an_error(options: dict[str, float]) -> None:
+    sampler = Sampler(Options(logit_bias={0: -np.inf, 2: -np.inf}, **options))
+    logits = np.array([1, 2, 3], np.float32)
+    assert sampler(logits, [0]) == 1
+    with pytest.raises(ArgumentError, match="no token is left to choose"):
+        sampler(np.array([1, -np.inf, 3], np.float32), [0])
 
 
 def test_typical_sampling_leaves_the_likeliest_out_where_it_tells_too_little() -> None:
@@ -136,6 +146,7 @@ def test_a_text_has_the_form_that_was_asked_for(streamed: bool) -> None:
                 "A pet:", max_tokens=60, seed=seed, grammar='root ::= ("cat" | "dog") " 1"+ "."'
             )
             assert re.fullmatch(r"(cat|dog)( 1+)\.", bnf.text) or bnf.stopped_by == "length", bnf.text
+        assert model.generate("A pet:", grammar='root ::= "cat"', ignore_eos=True).stopped_by == "end"
         with pytest.raises(ArgumentError, match="grammar and json_schema are both given"):
             model.generate("A", grammar='root ::= "a"', json_schema={})
         with pytest.raises(ArgumentError, match="grammar: "):

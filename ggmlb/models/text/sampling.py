@@ -56,7 +56,7 @@ class Options:
         temperature: Logits are divided by this; 0: the most likely token is taken.
         seed: Seed of the random numbers.
         stop: A text, or texts, that end the generation; they are not part of the result.
-        ignore_eos: Whether to go on after the model's end-of-text token.
+        ignore_eos: Whether to go on after the model's end-of-text token; a complete form ends the text still.
         logprobs: Number of most likely tokens whose log-probabilities are returned with each token.
 
     Raises:
@@ -100,8 +100,9 @@ class Options:
             if not least <= value <= most:
                 raise ArgumentError(f"{name} is {value!r}; give {least} to {most}")
         for token, bias in (self.logit_bias or {}).items():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0 or not bias < np.inf:
-                raise ArgumentError(f"logit_bias has {token!r}: {bias!r}; give numbers by token, or -inf")
+            is_token = isinstance(token, int) and not isinstance(token, bool) and token >= 0
+            if not is_token or not (-1e6 <= bias <= 1e6 or bias == -np.inf):
+                raise ArgumentError(f"logit_bias has {token!r}: {bias!r}; give -1e6 to 1e6 by token, or -inf")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if "" in self.stop:
@@ -177,7 +178,7 @@ class Sampler:
             tokens: The tokens so far.
 
         Raises:
-            ArgumentError: The processor did not return the same number of logits.
+            ArgumentError: The processor did not return the same number of logits, or all tokens are excluded.
         """
         s = self._options
         if s.logits_processor is not None:
@@ -190,6 +191,11 @@ class Sampler:
             logits[self._biased[known]] += self._biases[known]
         if self._grammar is not None:
             logits = self._grammar(tokens, logits)
+        if (s.logit_bias or self._grammar is not None) and logits.max() == -np.inf:
+            raise ArgumentError(
+                "no token is left to choose: logit_bias, grammar, json_schema and logits_processor exclude "
+                "all; exclude fewer"
+            )
         if penalises and s.repeat_last and not s.mirostat:
             recent, counts = np.unique(np.asarray(tokens[-s.repeat_last :], np.int64), return_counts=True)
             found = logits[recent]
