@@ -28,7 +28,8 @@ def model_path(name: str | PathLike[str]) -> Path:
     apply.
 
     Raises:
-        ModelError: `huggingface_hub` is not installed, the hub refuses, or no file or several fit the name.
+        ModelError: `huggingface_hub` is not installed, the hub does not give a file that is not cached, or no
+            file or several fit the name.
     """
     path, found = Path(name), _NAME.fullmatch(fspath(name).replace("\\", "/"))
     if found is None or path.suffix == ".gguf" or path.exists():
@@ -43,26 +44,22 @@ def model_path(name: str | PathLike[str]) -> Path:
         ) from None
     try:
         names, is_offline = HfApi().list_repo_files(repo), False
-    except HfHubHTTPError as error:
-        raise MissingModelError(f"{name}: {one_line(error)}") from None
-    except Exception:  # no network, or told to be offline
+    except Exception as error:  # no network, told to be offline, or refused: what is cached is as good
         is_offline = True
         try:
             folder = Path(snapshot_download(repo, local_files_only=True))
         except LocalEntryNotFoundError:
+            why = "refuses" if isinstance(error, HfHubHTTPError) else "cannot be reached"
             raise MissingModelError(
-                f"{name}: there is no such file here, the hub cannot be reached, and its cache has "
-                f"{_cached()}; give one of these, or a path"
-            ) from None
+                f"{name}: there is no such file here, the hub {why}, and its cache has {_cached()}; give one "
+                f"of these, or a path ({one_line(error)})"
+            ) from error
         names = [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+    parts = chosen(repo, names, tag)
     try:
-        files = [
-            hf_hub_download(repo, file, local_files_only=is_offline) for file in chosen(repo, names, tag)
-        ]
-    except ModelError:
-        raise
+        files = [hf_hub_download(repo, file, local_files_only=is_offline) for file in parts]
     except Exception as error:
-        raise ModelError(f"{name} cannot be downloaded: {one_line(error)}; try again") from None
+        raise ModelError(f"{name} cannot be downloaded: {one_line(error)}; try again") from error
     return Path(files[0])
 
 

@@ -38,7 +38,9 @@ def hub(models: Callable[..., Path]) -> Iterator[str]:
 
         def do_GET(self) -> None:
             name = self.path.rpartition("/")[2]
-            if "org/tiny" not in self.path:
+            if "/tiny" in self.path and self.headers.get("Authorization"):  # of a wrong token
+                self._send(401, b"{}", {"X-Error-Message": "Invalid credentials"})
+            elif "org/tiny" not in self.path:
                 self._send(404, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "not found"})
             elif self.path.startswith("/api/models/org/tiny/tree"):
                 tree = [{"type": "file", "path": n, "size": len(c), "oid": SHA} for n, c in files.items()]
@@ -97,6 +99,10 @@ def test_a_name_is_downloaded_once_and_opened_offline(hub: str, tmp_path: Path) 
         assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
     other = run("org/tiny:F32", tmp_path, hub, HF_HUB_OFFLINE="1")
     assert "give a tag that one file's name contains; there are tiny-Q8_0.gguf" in other.stderr
+    for name, why in (("org/tiny:q8_0", ""), ("other/tiny", "the hub refuses, and its cache has org/tiny")):
+        denied = run(name, tmp_path, hub, HF_TOKEN="wrong")
+        assert denied.stdout == first.stdout * (not why) and why in denied.stderr, denied.stderr
+    assert "Invalid credentials" in denied.stderr
     absent = run("org/absent", tmp_path, hub, HF_HUB_OFFLINE="1")
     assert "the hub cannot be reached, and its cache has org/tiny" in absent.stderr
     refused = run("org/absent", tmp_path, hub)
