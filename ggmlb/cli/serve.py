@@ -51,7 +51,10 @@ def serve(
         n_requests=max_requests or default.n_requests, body_nbytes=max_body or default.body_nbytes
     )
     if api_key is None and host not in server.LOOPBACK:
-        plain.note(f"anyone who can reach {host} may use this model; --api-key asks for a key")
+        plain.note(
+            f"anyone who can reach {host} may use this model, and so may web pages in their browsers (DNS "
+            "rebinding); --api-key asks for a key"
+        )
     with open_model() as model:
         server.serve(
             model, host, port, name=alias, api_key=api_key, limits=limits,
