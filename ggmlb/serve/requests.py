@@ -24,6 +24,7 @@ SAMPLING: Final = (
 MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64
+MAX_BIASES: Final = 4096
 """Bounds on what a request may ask for."""
 
 TOOL_INTRO: Final = (
@@ -103,8 +104,10 @@ def _options(body: JSON, **changes: Any) -> Options:
         raise ArgumentError(f"stop has {len(stops)} texts; give at most {MAX_STOPS}")
     most = _typed(body, "max_completion_tokens", int, _typed(body, "max_tokens", int, None))
     biases = _typed(body, "logit_bias", Mapping, {})
+    if len(biases) > MAX_BIASES:
+        raise ArgumentError(f"logit_bias has {len(biases)} tokens; give at most {MAX_BIASES}")
     try:
-        bias = {int(token): max(_real("logit_bias", value), -1e9) for token, value in biases.items()}
+        bias = {int(token): max(_real("logit_bias", value), -1e6) for token, value in biases.items()}
     except (TypeError, ValueError):
         raise ArgumentError("logit_bias must give a number for each token number") from None
     form = _typed(body, "response_format", Mapping, {})
@@ -209,8 +212,8 @@ def chat(body: JSON, model: TextModel) -> Asked:
     return asked
 
 
-def embeddings(body: JSON, tokens_of: Callable[[Any], list[int]]) -> list[list[int]]:
-    """Return the token numbers of each input of a body of `/v1/embeddings`.
+def embeddings(body: JSON, tokens_of: Callable[[Any], list[int]]) -> tuple[list[list[int]], bool]:
+    """Return the token numbers of each input of a body of `/v1/embeddings`, and whether it asks for base64.
 
     Raises:
         ArgumentError: The body is wrong.
@@ -222,7 +225,7 @@ def embeddings(body: JSON, tokens_of: Callable[[Any], list[int]]) -> list[list[i
         raise ArgumentError("input must be a text, token numbers, or a list of these")
     if len(many) > (most := 16 * MAX_CHOICES):
         raise ArgumentError(f"input has {len(many)} texts; give at most {most}")
-    return [tokens_of(one) for one in many]
+    return [tokens_of(one) for one in many], body.get("encoding_format") == "base64"
 
 
 def _function(tool: Any) -> dict[str, Any]:

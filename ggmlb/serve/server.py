@@ -6,20 +6,23 @@ import asyncio
 import base64
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hmac import compare_digest
 from importlib.resources import files
 from time import perf_counter, time
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import uvicorn
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ggmlb.core.errors import AllocationError, ArgumentError, Error, FreedError, ModelError
 from ggmlb.models import Generation, Job, JobQueue, TextModel
@@ -33,6 +36,10 @@ POLICY: Final = (
 )
 """What the page may load: only from this server."""
 
+SMALL_BODY: Final = 1 << 16
+"""Bodies up to this size are read and parsed whatever others do [bytes]."""
+
+T = TypeVar("T")
 Piece = tuple[int, str, bool]
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -45,14 +52,16 @@ class Limits:
         n_requests: Answers that may be computed or waited for at once; of more, clients are told to retry.
         n_connections: Open connections.
         body_nbytes: Largest body [bytes].
-        body_seconds: Longest time to send a body [s].
+        bodies_nbytes: All bodies that are being read or parsed, if one is above 64 KiB [bytes].
+        client_seconds: Longest time to send a head, to send a body, or to take up what is to be read [s].
         shutdown_seconds: Time that running answers have when the server is stopped [s].
     """
 
     n_requests: int = 256
     n_connections: int = 1024
     body_nbytes: int = 8 << 20
-    body_seconds: float = 30.0
+    bodies_nbytes: int = 128 << 20
+    client_seconds: float = 30.0
     shutdown_seconds: int = 60
 
 
@@ -81,10 +90,11 @@ class _Server:
         self._api_key = api_key
         self._hosts = hosts
         self._start = time()
-        self._n_open = 0
+        self._n_open = self._n_body_bytes = 0
         self._n_answers: Counter[tuple[str, int]] = Counter()
         self._recent = (perf_counter(), 0, 0.0)
         self.queue: JobQueue
+        self._large = CapacityLimiter(1)  # objects of JSON take up to 25 times the memory of their text
         self.page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
     # -- requests ------------------------------------------------------------------------------
@@ -126,29 +136,35 @@ class _Server:
                 401, "the API key is missing or wrong", "authentication_error", "invalid_api_key"
             )
 
-    async def _body(self, request: Request) -> Mapping[str, Any]:
+    async def _parsed(self, request: Request, parse: Callable[[Mapping[str, Any]], T]) -> T:
+        """Return what `parse` finds in the body, which is not kept; count one more answer as open."""
         if not request.headers.get("content-type", "").startswith("application/json"):
             raise _RefusedError(415, "send JSON, with the header Content-Type: application/json")
+        raw = bytearray()
 
-        async def read() -> bytearray:
-            found = bytearray()
+        async def read() -> None:
             async for part in request.stream():
-                found += part
-                if len(found) > self.limits.body_nbytes:
+                self._n_body_bytes += len(part)
+                raw.extend(part)
+                if len(raw) > self.limits.body_nbytes:
                     raise _RefusedError(413, f"the body has more than {self.limits.body_nbytes:,} bytes")
-            return found
+                if len(raw) > SMALL_BODY and self._n_body_bytes > self.limits.bodies_nbytes:
+                    raise _RefusedError(429, "too many large bodies; try again soon", "rate_limit_error")
 
         try:
-            raw = await asyncio.wait_for(read(), self.limits.body_seconds)
+            await asyncio.wait_for(read(), self.limits.client_seconds)
+            self._enter(1)
+            try:
+                limiter = self._large if len(raw) > SMALL_BODY else None
+                return await to_thread.run_sync(lambda: parse(_json(raw)), limiter=limiter)
+            except BaseException:
+                self.leave(1)
+                raise
         except asyncio.TimeoutError:
-            raise _RefusedError(408, f"the body did not come within {self.limits.body_seconds:g} s") from None
-        try:
-            body = await run_in_threadpool(json.loads, raw)
-        except (ValueError, RecursionError) as error:
-            raise _RefusedError(400, f"the body is no JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise _RefusedError(400, "the body must be a JSON object")
-        return body
+            seconds = self.limits.client_seconds
+            raise _RefusedError(408, f"the body did not come within {seconds:g} s") from None
+        finally:
+            self._n_body_bytes -= len(raw)
 
     def _enter(self, n: int) -> None:
         """Count `n` more answers as open; refuse them if they are too many."""
@@ -157,6 +173,10 @@ class _Server:
                 429, f"{self._n_open} answers are under way; try again soon", "rate_limit_error", "queue_full"
             )
         self._n_open += n
+
+    def leave(self, n: int) -> None:
+        """Count `n` fewer answers as open."""
+        self._n_open -= n
 
     # -- generation ----------------------------------------------------------------------------
 
@@ -171,12 +191,12 @@ class _Server:
     async def _generate(
         self, request: Request, parse: Callable[[Mapping[str, Any], TextModel], requests.Asked]
     ) -> Response:
-        body = await self._body(request)
-        self._enter(1)
+        asked = await self._parsed(request, lambda body: parse(body, self.model))
         n, run = 1, None
         try:
-            asked = await run_in_threadpool(parse, body, self.model)
             n_more = len(asked.prompts) * asked.n - 1
+            if n_more >= (most := self.limits.n_requests):
+                raise _RefusedError(400, f"prompts times n is {n_more + 1}; at most {most} are allowed")
             self._enter(n_more)
             n += n_more
             run = _Run(self, asked)
@@ -192,24 +212,14 @@ class _Server:
                 run.cancel()
             self.leave(n)
 
-    def leave(self, n: int) -> None:
-        """Count `n` fewer answers as open."""
-        self._n_open -= n
-
     async def embeddings(self, request: Request) -> Response:
         """Answer `/v1/embeddings`."""
-        body = await self._body(request)
-        self._enter(1)
+        parse = partial(requests.embeddings, tokens_of=self.model.tokens_of)
+        prompts, is_packed = await self._parsed(request, parse)
         try:
-            prompts = await run_in_threadpool(requests.embeddings, body, self.model.tokens_of)
-            rows = []
-            for prompt in prompts:
-                rows.append(await run_in_threadpool(self.queue.embed, prompt))
-                if await request.is_disconnected():
-                    raise ClientDisconnect
+            rows = await _while_there(request, self._embed(prompts))
             if rows[0].ndim > 1:
                 raise _RefusedError(400, "this model has no embedding of a whole text (pooling type none)")
-            is_packed = body.get("encoding_format") == "base64"
             data = [
                 {
                     "object": "embedding",
@@ -223,6 +233,9 @@ class _Server:
             return JSONResponse({"object": "list", "model": self.name, "data": data, "usage": used})
         finally:
             self.leave(1)
+
+    async def _embed(self, prompts: list[list[int]]) -> list[Any]:
+        return [await asyncio.wrap_future(self.queue.embed(prompt)) for prompt in prompts]
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -330,18 +343,7 @@ class _Run:
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """Wait for all generations, and return the whole answer; a client that goes ends them."""
-        gone = asyncio.create_task(_gone(request))
-        try:
-            n_left = len(self._jobs)
-            while n_left:
-                piece = asyncio.create_task(self._pieces.get())
-                await asyncio.wait({piece, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not piece.done():
-                    piece.cancel()
-                    raise ClientDisconnect
-                n_left -= piece.result()[2]
-        finally:
-            gone.cancel()
+        await _while_there(request, self._ended())
         for job in self._jobs:
             if job.error is not None:
                 raise job.error
@@ -349,6 +351,11 @@ class _Run:
                 raise FreedError("the server is being stopped")
         choices = [self._choice(i, job.result) for i, job in enumerate(self._jobs)]
         return {**self._head, "choices": choices, "usage": self._usage()}
+
+    async def _ended(self) -> None:
+        n_left = len(self._jobs)
+        while n_left:
+            n_left -= (await self._pieces.get())[2]
 
     def _usage(self) -> dict[str, Any]:
         n_reused = sum(job.n_reused for job in self._jobs[:: self._asked.n])  # of each prompt once
@@ -458,14 +465,78 @@ class _Choice:
         return {"index": self._index, "delta": change, "logprobs": None, "finish_reason": None}
 
 
+class _Protocol(H11Protocol):
+    """HTTP that closes connections whose client takes over `seconds` to send a head, or to read an answer."""
+
+    def __init__(self, seconds: float, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def _watch(self) -> None:
+        is_due = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
+        if is_due and self._timer is None:
+            self._timer = self.loop.call_later(self._seconds, self.transport.abort)
+        elif not is_due and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch()
+
+
+def _json(raw: bytearray) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _RefusedError(400, f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise _RefusedError(400, "the body must be a JSON object")
+    return body
+
+
 def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
 
 
-async def _gone(request: Request) -> None:
-    """Return when the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine, which is cancelled if the client closes the connection.
+
+    Raises:
+        ClientDisconnect: The client has closed it.
+    """
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    found, gone = asyncio.create_task(work), asyncio.create_task(leave())
+    try:
+        await asyncio.wait({found, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not found.done():
+            raise ClientDisconnect
+        return found.result()
+    finally:
+        found.cancel()
+        gone.cancel()
 
 
 def create_app(
@@ -539,6 +610,7 @@ def serve(
     config = uvicorn.Config(
         app, host, port, log_level="warning", limit_concurrency=limits.n_connections, timeout_keep_alive=15,
         timeout_graceful_shutdown=limits.shutdown_seconds, server_header=False, ws="none",
+        http=partial(_Protocol, limits.client_seconds),  # type: ignore[arg-type]
     )  # fmt: skip
     try:
         listener = config.bind_socket()

@@ -23,10 +23,14 @@ pytest.importorskip("uvicorn", reason="needs uvicorn: pip install 'ggmlb[server]
 class Served:
     """A running `ggmlb serve`, and plain requests to it."""
 
-    def __init__(self, *args: str) -> None:
-        command = [sys.executable, "-m", "ggmlb", "--quiet", "serve", "-m", str(default_text_model())]
+    def __init__(self, *args: str, program: str = "") -> None:
+        """Start it with options of the command, or by a Python program."""
+        command = ["-m", "ggmlb", "--quiet", "serve", "-m", str(default_text_model()), "--port", "0"]
         self.process = subprocess.Popen(
-            [*command, "--port", "0", "-c", "2048", *args], cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [sys.executable, *(["-c", program] if program else [*command, "-c", "2048", *args])],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stderr is not None
         self.log: list[str] = []

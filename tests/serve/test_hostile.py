@@ -6,7 +6,10 @@ import json
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +18,24 @@ from tests.serve.conftest import Served
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SHORT = {"prompt": "One, two,", "max_tokens": 2}
+IMPATIENT = """
+import sys
+from ggmlb.models import TextModel, default_text_model
+from ggmlb.serve import Limits, serve
+with TextModel(default_text_model(), n_ctx=2048) as model:
+    limits = Limits(n_requests=4, client_seconds=1)
+    serve(model, port=0, limits=limits, on_start=lambda url: print("model at", url, file=sys.stderr))
+"""
 ENDLESS = {"prompt": "One, two,", "ignore_eos": True, "stream": True}
 
 
-def post(served: Served, body: Any, length: int | None = None) -> socket.socket:
-    """Send a request to `/v1/completions`, and return the connection."""
+def post(
+    served: Served, body: Any, length: int | None = None, on: socket.socket | None = None, path: str = TEXT
+) -> socket.socket:
+    """Send a request, and return the connection."""
     raw = json.dumps(body).encode()
-    head = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection = socket.create_connection(served.address, timeout=60)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection = on or socket.create_connection(served.address, timeout=60)
     connection.sendall(f"{head}Content-Length: {length or len(raw)}\r\n\r\n".encode() + raw)
     return connection
 
@@ -59,6 +72,8 @@ def post(served: Served, body: Any, length: int | None = None) -> socket.socket:
         ),
         (TEXT, b'{"prompt": "a", "top_p": true}', 400, "top_p is True"),
         (TEXT, b'{"prompt": "a", "n": 0}', 400, "n is 0"),
+        (TEXT, b'{"prompt": ["a", "b", "c"], "n": 100}', 400, "prompts times n is 300"),
+        (TEXT, b'{"prompt": "a", "logit_bias": {"5": 1e300}}', 400, "logit_bias has 5: 1e+300"),
         (
             CHAT,
             b'{"messages": [{"role": "user", "content": "a"}], "tool_choice": "foo"}',
@@ -104,6 +119,57 @@ def test_slow_clients_keep_no_other_waiting(served: Served) -> None:
     served.wait_for_metric("answers_running", 0)
 
 
+def test_waiting_embeddings_keep_no_other_waiting(served: Served) -> None:
+    """They find no room beside a long generation; when their clients go, they are not computed."""
+    long = post(served, {**ENDLESS, "prompt": "word " * 1400})
+    served.wait_for_metric("answers_running", 1)
+    waiting = [post(served, {"input": "word " * 1000}, path="/v1/embeddings") for _ in range(60)]
+    assert served.call(TEXT, SHORT)[0] == 200 and served.metric("answers_running") == 1
+    for connection in (*waiting, long):
+        connection.close()
+    served.wait_for_metric("answers_running", 0)
+    gone = 'ggmlb_requests_total{path="/v1/embeddings",status="499"} 60'
+    assert gone in served.call("/metrics")[1]
+
+
+def test_large_bodies_are_not_kept(served: Served) -> None:
+    """Their parsed objects take some 180 MB each."""
+    large = {**ENDLESS, "x": [[]] * 2_000_000}
+    connections = [post(served, large) for _ in range(8)]
+    served.wait_for_metric("answers_running", 8)
+    status = Path(f"/proc/{served.process.pid}/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0])
+    for connection in connections:
+        connection.close()
+    served.wait_for_metric("answers_running", 0)
+    assert peak < 1_000_000, f"{peak:,} kB"
+
+
+def test_connections_of_stalled_clients_are_closed() -> None:
+    """One that sends no head, one that sends half of a second one, and one that reads no answer."""
+    served = Served(program=IMPATIENT)
+    silent, again = (socket.create_connection(served.address, timeout=60) for _ in range(2))
+    again.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b"200 OK" in again.recv(10_000)
+    again.sendall(b"GET /health HTTP/1.1\r\n")
+    with socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        unread.connect(served.address)
+        post(served, {**ENDLESS, "logprobs": 20, "max_tokens": 300, "n": 4}, on=unread)
+        served.wait_for_metric("answers_running", 4)
+        assert served.call(TEXT, SHORT)[0] == 429
+        end = time.monotonic() + 60
+        while served.call(TEXT, SHORT)[0] != 200:
+            assert time.monotonic() < end, "the place of the unread answer is not free"
+            time.sleep(0.2)
+    for connection in (silent, again):
+        with connection, suppress(ConnectionResetError):
+            while connection.recv(10_000):
+                pass
+    served.stop()
+    assert "Traceback" not in "".join(served.log)
+
+
 def test_of_200_at_once_all_are_answered(served: Served) -> None:
     with ThreadPoolExecutor(200) as pool:
         found = list(pool.map(lambda i: served.call(TEXT, {**SHORT, "prompt": f"Number {i}"})[0], range(200)))
@@ -119,7 +185,7 @@ def test_a_key_and_a_full_queue_and_the_end() -> None:
         assert served.call("/v1/models", headers=wrong)[0] == served.call(TEXT, SHORT, wrong)[0] == 401
     assert served.call("/metrics")[0] == 401 and served.call(TEXT, SHORT, key)[0] == 200
     assert served.call(TEXT, {"prompt": "a" * 3000}, key)[0] == 413
-    assert served.call(TEXT, {**SHORT, "n": 3}, key)[0] == 429
+    assert served.call(TEXT, {**SHORT, "n": 3}, key)[0] == 400
     results = []
 
     def ask() -> None:

@@ -323,7 +323,8 @@ class Engine:
     def step(self, active: Sequence[Request]) -> list[Request]:
         """Compute one batch; return the requests that have one more token, or are done."""
         batch: list[Token] = []
-        asking, others = [], []
+        asking: list[Request] = []
+        others: list[Request] = []
         with self.lock:
             # Running requests come before prompts.
             for request in sorted(active, key=_n_left) if len(active) > 1 else active:

@@ -164,12 +164,12 @@ class JobQueue:
             self._changed.notify()
         return job
 
-    def embed(self, prompt: Prompt) -> Floats:
-        """Return a prompt's embedding, as `TextModel.embed`, computed between two batches.
+    def embed(self, prompt: Prompt) -> Future[Floats]:
+        """Queue a prompt's embedding, as of `TextModel.embed`, to be computed between two batches.
 
         Raises:
             FreedError: The queue is closed.
-            Error: As `TextModel.embed`.
+            ArgumentError: The prompt does not fit.
         """
         tokens, found = self._tokens_of(prompt), Future[Floats]()
         self._engine.check_fits(tokens)
@@ -178,7 +178,7 @@ class JobQueue:
                 raise FreedError("embed: this queue was closed; make another by TextModel.queue")
             self._embeddings.append((tokens, found))
             self._changed.notify()
-        return found.result()
+        return found
 
     def close(self, cancel: bool = False) -> None:
         """Wait until all jobs have ended, or `cancel` them; free their place in the cache."""
@@ -236,6 +236,8 @@ class JobQueue:
         if not self._make_room({**needs, -1: len(tokens)}) and self._active:
             return
         self._embeddings.popleft()
+        if not found.set_running_or_notify_cancel():
+            return
         try:
             found.set_result(self._embed(tokens))
         except Exception as error:
