@@ -163,8 +163,12 @@ class _Server:
         except asyncio.TimeoutError:
             seconds = self.limits.client_seconds
             raise _RefusedError(408, f"the body did not come within {seconds:g} s") from None
+        except (Error, _RefusedError) as error:  # else its frames keep the body until garbage is collected
+            error.__context__ = None
+            raise error.with_traceback(None) from None
         finally:
             self._n_body_bytes -= len(raw)
+            raw.clear()
 
     def _enter(self, n: int) -> None:
         """Count `n` more answers as open; refuse them if they are too many."""
