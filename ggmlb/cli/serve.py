@@ -50,7 +50,7 @@ def serve(
     limits = server.Limits(
         n_requests=max_requests or default.n_requests, body_nbytes=max_body or default.body_nbytes
     )
-    if api_key is None and host not in server.LOOPBACK:
+    if not api_key and host not in server.LOOPBACK:
         plain.note(
             f"anyone who can reach {host} may use this model, and so may web pages in their browsers (DNS "
             "rebinding); --api-key asks for a key"

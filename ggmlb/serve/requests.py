@@ -14,12 +14,16 @@ from ggmlb.models import Options, TextModel
 JSON = Mapping[str, Any]
 """An object of JSON."""
 
-SAMPLING: Final = (
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty",
-    "repeat_penalty", "xtc_probability", "xtc_threshold", "mirostat_tau", "mirostat_eta", "mirostat", "seed",
-    "ignore_eos", "grammar", "json_schema",
-)  # fmt: skip
-"""Fields of a body that are options of the same name; those that OpenAI lacks are llama.cpp's."""
+REAL: Final = (int, float)
+
+SAMPLING: Final[Mapping[str, type | tuple[type, ...]]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repeat_penalty"), REAL),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "xtc_probability", "xtc_threshold"), REAL),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), REAL),
+    **dict.fromkeys(("top_k", "mirostat", "seed"), int),
+    "ignore_eos": bool, "grammar": str, "json_schema": (str, Mapping),
+}  # fmt: skip
+"""Types of the fields that are options of the same name; those that OpenAI lacks are llama.cpp's."""
 
 MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 128
@@ -89,12 +93,10 @@ def _real(name: str, value: Any) -> float:
 
 
 def _options(body: JSON, **changes: Any) -> Options:
-    given: dict[str, Any] = {name: body[name] for name in SAMPLING if body.get(name) is not None}
-    for name in SAMPLING[:13]:
-        if isinstance(given.get(name), bool):
-            raise ArgumentError(f"{name} is {given[name]}; give a number")
-        if name not in ("top_k", "mirostat") and isinstance(given.get(name), int):
-            given[name] = _real(name, given[name])
+    given: dict[str, Any] = {}
+    for name, kind in SAMPLING.items():
+        if (value := _typed(body, name, kind, None)) is not None:
+            given[name] = _real(name, value) if kind is REAL else value
     given.setdefault("seed", secrets.randbits(63))
     stop = body.get("stop") or ()
     stops = (stop,) if isinstance(stop, str) else stop
@@ -124,11 +126,6 @@ def _options(body: JSON, **changes: Any) -> Options:
         case other:
             raise ArgumentError(f"response_format.type is {other!r}; give text, json_object or json_schema")
     given |= {"stop": tuple(stops), "max_tokens": -1 if most is None else most, "logit_bias": bias} | changes
-    for name, value in given.items():
-        if name in ("seed", "top_k", "max_tokens", "mirostat") and not isinstance(value, int):
-            raise ArgumentError(f"{name} is {kind_of(value)}; give an integer")
-        if name in SAMPLING[:12] and not isinstance(value, (int, float)):
-            raise ArgumentError(f"{name} is {kind_of(value)}; give a number")
     given["seed"] %= 1 << 64
     return Options(**given)
 

@@ -87,7 +87,7 @@ class _Server:
         self.model = model
         self.name = name
         self.limits = limits
-        self._api_key = api_key
+        self._api_key = api_key or None
         self._hosts = hosts
         self._start = time()
         self._n_open = self._n_body_bytes = 0
@@ -278,12 +278,7 @@ class _Server:
         for name, kind, about, value in (
             ("tokens_generated_total", "counter", "Generated tokens.", queue.n_generated),
             ("prompt_tokens_total", "counter", "Tokens of prompts.", queue.n_prompt),
-            (
-                "prompt_tokens_reused_total",
-                "counter",
-                "Tokens of prompts that were cached.",
-                queue.n_reused,
-            ),
+            ("prompt_tokens_reused_total", "counter", "Cached tokens of prompts.", queue.n_reused),
             ("answers_running", "gauge", "Answers that are computed now.", queue.n_active),
             ("answers_waiting", "gauge", "Answers that have not started.", queue.n_waiting),
             ("uptime_seconds", "gauge", "Time since the start.", round(time() - self._start, 3)),

@@ -70,7 +70,7 @@ def post(
             400,
             "logit_bias must give a number",
         ),
-        (TEXT, b'{"prompt": "a", "top_p": true}', 400, "top_p is True"),
+        (TEXT, b'{"prompt": "a", "top_p": true}', 400, "top_p is a bool"),
         (TEXT, b'{"prompt": "a", "n": 0}', 400, "n is 0"),
         (TEXT, b'{"prompt": ["a", "b", "c"], "n": 100}', 400, "prompts times n is 300"),
         (TEXT, b'{"prompt": "a", "logit_bias": {"5": 1e300}}', 400, "logit_bias has 5: 1e+300"),
