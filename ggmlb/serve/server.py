@@ -269,7 +269,6 @@ class _Server:
             "model": self.name, "facts": dict(summary.facts), "parts": dict(summary.parts),
             "memory": summary.memory.allocated.as_list(), "tokens_per_second": speed,
             "running": self.queue.n_active, "waiting": self.queue.n_waiting,
-            "needs_key": self._api_key is not None,
         })  # fmt: skip
 
     async def metrics(self, request: Request) -> Response:
