@@ -246,6 +246,8 @@ class JobQueue:
     def _start(self) -> None:
         """Start waiting jobs, first come, first served, while there is room."""
         for job in list(self._waiting):
+            if len(self._active) == N_OUT:
+                return
             request = job.request
             tokens = request.tokens
             length, source = self._best_source(tokens)
@@ -256,7 +258,7 @@ class JobQueue:
                 length = min(length, running.n_done)
             needs = {r.sequence: len(r.tokens) + _n_ahead(r) for r in (j.request for j in self._active)}
             needs[request.sequence] = len(tokens) + _n_ahead(request)
-            if len(self._active) == N_OUT or not (self._make_room(needs, source) or not self._active):
+            if not self._make_room(needs, source) and self._active:
                 return
             with self._changed:
                 self._waiting.remove(job)
