@@ -201,7 +201,7 @@ class BertEmbedder(ModelOnDevices):
         _check_unicode("rerank", documents)
         if not self.config.n_score or not isinstance(self._tokenizer, VocabularyTokenizer):
             raise ArgumentError(
-                f"rerank: {self._path} is no reranker (pooling_type 4 of a GGUF file); use embed"
+                f"rerank: {self._path} is not a reranker: its pooling_type is not 4 (rank); use embed"
             )
         pairs = [self._tokenizer.pair(query, document) for document in documents]
         tokens, n_first = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

@@ -83,7 +83,8 @@ def chosen(repo: str, names: Sequence[str], tag: str) -> list[str]:
         f" and {len(known) - MAX_TOLD} others" if len(known) > MAX_TOLD else ""
     )
     raise MissingModelError(
-        f"{repo}{':' * bool(tag)}{tag}: give a tag that one file's name contains; there are {told or 'none'}"
+        f"{repo}{':' * bool(tag)}{tag}: give a quantisation that exactly one file has; "
+        f"its files: {told or 'none'}"
     )
 
 

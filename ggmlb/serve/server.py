@@ -505,7 +505,7 @@ def _json(raw: bytearray) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise _RefusedError(400, f"the body is no JSON: {error}") from None
+        raise _RefusedError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise _RefusedError(400, "the body must be a JSON object")
     return body

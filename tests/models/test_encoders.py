@@ -173,7 +173,7 @@ def test_each_kind_of_model_has_its_class(tmp_path: Path) -> None:
         TextModel(path, devices=["CPU"])
     with BertEmbedder(path, devices=["CPU"]) as embedder:
         assert "3 layers of 256" in str(embedder.summary())
-        with pytest.raises(ArgumentError, match="is no reranker"):
+        with pytest.raises(ArgumentError, match="is not a reranker"):
             embedder.rerank("w1", ["w2"])
     text = encoders.write_encoder(tmp_path / "t.gguf", "nomic-bert")
     with BertEmbedder(text, devices=["CPU"]) as embedder:

@@ -98,7 +98,7 @@ def test_a_name_is_downloaded_once_and_opened_offline(hub: str, tmp_path: Path) 
         again = run(name, tmp_path, hub, HF_HUB_OFFLINE="1")
         assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
     other = run("org/tiny:F32", tmp_path, hub, HF_HUB_OFFLINE="1")
-    assert "give a tag that one file's name contains; there are tiny-Q8_0.gguf" in other.stderr
+    assert "give a quantisation that exactly one file has; its files: tiny-Q8_0.gguf" in other.stderr
     for name, why in (("org/tiny:q8_0", ""), ("other/tiny", "the hub refuses, and its cache has org/tiny")):
         denied = run(name, tmp_path, hub, HF_TOKEN="wrong")
         assert denied.stdout == first.stdout * (not why) and why in denied.stderr, denied.stderr
@@ -116,7 +116,7 @@ def test_files_are_chosen_by_tag() -> None:
     assert chosen("o/r", names, "Q6_K") == names[2:]
     assert chosen("o/r", ["x.gguf", "mmproj-x-F16.gguf", "README.md"], "") == ["x.gguf"]
     for wrong in ("Q4", "Q5_0"):
-        with pytest.raises(ModelError, match=f"o/r:{wrong}: give a tag"):
+        with pytest.raises(ModelError, match=f"o/r:{wrong}: give a quantisation"):
             chosen("o/r", names, wrong)
 
 

@@ -43,9 +43,9 @@ def post(
 @pytest.mark.parametrize(
     ("path", "raw", "status", "told"),
     [
-        (CHAT, b"{", 400, "no JSON"),
-        (CHAT, b"[" * 200_000, 400, "no JSON"),
-        (CHAT, b"\xff\xfe", 400, "no JSON"),
+        (CHAT, b"{", 400, "not valid JSON"),
+        (CHAT, b"[" * 200_000, 400, "not valid JSON"),
+        (CHAT, b"\xff\xfe", 400, "not valid JSON"),
         (CHAT, b"[]", 400, "must be a JSON object"),
         (CHAT, b"{}", 400, "messages must be a list"),
         (CHAT, b'{"messages": [{"role": 1}]}', 400, "no text 'role'"),

@@ -301,7 +301,7 @@ class JobQueue:
                 return 0
 
     def _pause(self) -> None:
-        """Pause the newest jobs while the running ones do not fit the cache."""
+        """Preempt the newest jobs while the running ones do not fit the KV cache: they start again later."""
         while True:
             needs = {job.request.sequence: len(job.request.tokens) for job in self._active}
             if self._make_room(needs) or len(self._active) <= 1:
