@@ -135,6 +135,17 @@ def test_the_first_token_that_differs_and_its_layer(
             assert np.isclose(margin, row[found.tokens[0]] - row[found.tokens[1]], atol=1e-2)
 
 
+def test_layers_that_read_the_first_one_are_not_resumed(models: Callable[..., Path], tmp_path: Path) -> None:
+    wrong = damaged(models("rwkv7"), tmp_path / "wrong.gguf", "blk.1.time_mix_output.weight")
+    with TextModel(models("rwkv7"), ["CPU"], n_ctx=96) as a, TextModel(wrong, ["CPU"], n_ctx=96) as b:
+        first = a.differences(b, PROMPT).first
+        assert first is not None and first.name == "blk.1.time_mix_output"
+        with pytest.raises(
+            ArgumentError, match=r"layers of rwkv7 read the values of the first .*max_tokens=0"
+        ):
+            a.differences(b, PROMPT, max_tokens=40)
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[] if k in ("llama", "qwen3moe") else pytest.mark.slow) for k in KINDS]
 )

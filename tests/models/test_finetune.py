@@ -13,9 +13,9 @@ from ggmlb import ArgumentError, open_gguf
 from ggmlb.models import TextModel
 from ggmlb.optimize import AdamW, Result
 from tests.models.test_inside import PLACES, on_places
-from tests.support.text_models import HYBRID, KINDS, has_experts
+from tests.support.text_models import HYBRID, KINDS, RECURRENT, has_experts
 
-TRAINABLE = [k for k in KINDS if not (has_experts(k) or k.startswith("mamba") or k in (*HYBRID, "falcon-h1"))]
+TRAINABLE = [k for k in KINDS if not (has_experts(k) or k in (*RECURRENT, *HYBRID, "falcon-h1"))]
 
 TEXT = [1, *(260 + i * i % 23 for i in range(96))]
 """Squares, which repeat."""
@@ -126,8 +126,8 @@ def test_what_cannot_be_trained_is_told(models: Callable[..., Path]) -> None:
         adapter.scale = 0
         with pytest.raises(ArgumentError, match="is off, closed, or of another model"):
             model.training(adapter)
-    for kind, why in (("llama-experts", "has experts"), ("mamba", "is recurrent"), ("lfm2", "is recurrent")):
+    for kind, why in (("llama-experts", "has experts"), ("rwkv7", "is recurrent"), ("lfm2", "is recurrent")):
         with TextModel(models(kind), ["CPU"], n_ctx=32) as model:
-            adapter = model.new_adapter("ssm_out|ssm_in|attn_q|in_proj")
+            adapter = model.new_adapter("time_mix_value|attn_q|in_proj")
             with pytest.raises(ArgumentError, match=f"the model {why}: its ops have no gradients"):
                 model.training(adapter, **SIZES)

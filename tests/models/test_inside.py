@@ -14,6 +14,7 @@ import ggmlb
 from ggmlb import ArgumentError
 from ggmlb.models import Placement, TextModel
 from tests.support.text_models import (
+    CENTRED,
     GEMMA,
     KINDS,
     LFM,
@@ -25,6 +26,7 @@ from tests.support.text_models import (
     NO_NORMS,
     PARALLEL,
     POST_ATTENTION,
+    RECURRENT,
     has_experts,
 )
 
@@ -62,10 +64,10 @@ def on_places(kinds: Iterable[str], fast: Sequence[str] = ("CPU", "split")) -> p
     return pytest.mark.parametrize(("kind", "place"), cases)
 
 
-MIXERS = ("attn_out", "conv_out", "mamba_out", "delta_out")
+MIXERS = ("attn_out", "conv_out", "mamba_out", "delta_out", "time_out")
 """Names of what the mixer of a layer gives."""
 
-FLAT = [kind for kind in KINDS if not kind.startswith("mamba")]
+FLAT = [kind for kind in KINDS if kind not in RECURRENT]
 
 
 def weights_of(path: Path) -> dict[str, np.ndarray]:
@@ -74,9 +76,10 @@ def weights_of(path: Path) -> dict[str, np.ndarray]:
     return {name: file.array(name) for name in file}
 
 
-def norm(kind: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    x = x - x.mean(axis=-1, keepdims=True) if kind in PARALLEL else x
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * weight
+def norm(kind: str, x: np.ndarray, weights: dict[str, np.ndarray], name: str) -> np.ndarray:
+    x = x - x.mean(axis=-1, keepdims=True) if kind in CENTRED else x
+    x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
+    return x * weights.get(name + ".weight", weights.get(name)) + weights.get(name + ".bias", 0)
 
 
 @on_places(KINDS)
@@ -106,26 +109,32 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
     scale = N_EMBD**0.5 if kind in GEMMA else KINDS[kind].get("embedding_scale", 1)
     x = scale * weights["token_embd.weight"][PROMPT]
     assert np.allclose(found["token_embd"], x, rtol=1e-6)
+    if kind == "rwkv7":
+        x = norm(kind, x, weights, "token_embd_norm")
+        near(found["token_embd_norm"], x)
     for i in range(last + 1):
         at = f"blk.{i}."
         if kind not in NO_NORMS:
-            near(found[at + "attn_norm"], norm(kind, x, weights[at + "attn_norm.weight"]))
+            near(found[at + "attn_norm"], norm(kind, x, weights, at + "attn_norm"))
         if kind in PARALLEL:
             x = x + found[at + "attn_out"] + found[at + "ffn_out"]
         elif kind.startswith("mamba"):
             x = x + found[at + "ssm_out"]
         else:
             near(found[at + "ffn_inp"], x + sum(found[at + name] for name in MIXERS if at + name in found))
-            before = at + ("post_attention_norm" if kind in POST_ATTENTION else "ffn_norm")
+            before = at + (
+                "post_attention_norm"
+                if kind in POST_ATTENTION
+                else "attn_norm_2"
+                if kind == "rwkv7"
+                else "ffn_norm"
+            )
             if kind not in NO_NORMS:
-                near(
-                    found[before],
-                    norm(kind, found[at + "ffn_inp"], weights.get(before + ".weight", weights.get(before))),
-                )
+                near(found[before], norm(kind, found[at + "ffn_inp"], weights, before))
             x = found[at + "ffn_inp"] + found[at + "ffn_out"]
         near(found[at + "out"], x)
-    last_norm = "token_embd_norm.weight" if kind in LFM else "output_norm.weight"
-    near(found["output_norm"], norm(kind, x, weights[last_norm]))
+    last_norm = "token_embd_norm" if kind in LFM else "output_norm"
+    near(found["output_norm"], norm(kind, x, weights, last_norm))
     output = weights.get("output.weight", weights["token_embd.weight"])
     near(found["output"], found["output_norm"] @ output.T, 1e-4)
 
@@ -190,7 +199,7 @@ def test_the_lens_of_the_last_layer_is_the_output(models: Callable[..., Path], k
     assert np.abs(found.logits[0] - found.logits[1]).max() > 0.1
     weights = weights_of(models(kind))
     expected = (
-        norm(kind, states, weights["output_norm.weight"])
+        norm(kind, states, weights, "output_norm")
         @ weights.get("output.weight", weights["token_embd.weight"]).T
     )
     near(found.logits[0], 3 * np.tanh(expected / 3) if kind == "gemma2" else expected, 1e-4)

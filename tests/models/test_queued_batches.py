@@ -178,7 +178,7 @@ def test_a_failure_loses_the_batches_queued_before_it(
         assert np.abs(found - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["mamba", "lfm2", "rwkv7"])
 @pytest.mark.parametrize("failing", FAILING)
 def test_a_failure_of_a_recurrent_model_loses_the_steps_queued_before_it(
     models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, failing: str, kind: str

@@ -30,7 +30,7 @@ SPLITS: dict[str, dict[str, Any]] = {
         "kv q8_0": {"devices": OPENCL, "placement": Placement(layers=1), "kv_type": "q8_0"},
         "feed-forward on the CPU": {
             "devices": OPENCL,
-            "placement": Placement(overrides={"ffn|ssm_x|ssm_out": "CPU"}),
+            "placement": Placement(overrides={"ffn|ssm_x|ssm_out|channel_mix": "CPU"}),
         },
         "OpenCL beside LLVM": {
             "devices": ["OpenCL0", "LLVM", "CPU"],
@@ -48,7 +48,7 @@ SPLITS: dict[str, dict[str, Any]] = {
         "rows of two": {
             "devices": OPENCL,
             "placement": Placement(
-                overrides={r"(attn_[qkv]|attn_qkv|ffn_up|ssm_in)\.weight": "OpenCL0_Split"}
+                overrides={r"(attn_[qkv]|attn_qkv|ffn_up|ssm_in|channel_mix_key)\.weight": "OpenCL0_Split"}
             ),
         },
         "pipeline": {"devices": OPENCL, "placement": Placement(layers=2), "n_ubatch": 32},

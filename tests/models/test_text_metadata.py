@@ -93,7 +93,7 @@ def test_all_parts_of_positions_are_read(read: Reader) -> None:
 
 def test_large_states_have_few_slots(read: Reader) -> None:
     """As many as fit 512 MiB, between the least number and the most; a layer has 2 KiB for each element."""
-    found = [n_slots(read("mamba", {"ssm.state_size": n}).recurrents) for n in (16, 1024, 4096, 1 << 15)]
+    found = [n_slots(read("mamba", {"ssm.state_size": n}).states) for n in (16, 1024, 4096, 1 << 15)]
     assert found == [16, 16, 9, 4]
 
 

@@ -64,7 +64,7 @@ def test_layers_on_three_devices(models: Callable[..., Path], kind: str) -> None
 
 
 @pytest.mark.skipif("LLVM" not in DEVICES, reason="needs llvmlite")
-@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss", "mamba"])
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss", "mamba", "rwkv7"])
 def test_no_layer_leaves_llvm(models: Callable[..., Path], kind: str) -> None:
     """Neither in a prompt nor in a single step: a graph is one split."""
     with TextModel(models(kind), ["LLVM", "CPU"], n_ctx=64) as model:
@@ -271,7 +271,7 @@ def test_sessions_keep_their_room(models: Callable[..., Path]) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["mamba", "rwkv7", "lfm2"])
 def test_states_of_a_prompt_longer_than_a_batch(models: Callable[..., Path], kind: str) -> None:
     prompt = (PROMPT * 26)[:531]
     with TextModel(models(kind), ["CPU"], n_ctx=600) as model:
@@ -297,7 +297,7 @@ def test_keys_and_states_of_a_layer_have_their_own_places(models: Callable[..., 
         assert forecast == allocated
 
 
-@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["mamba", "rwkv7", "lfm2"])
 def test_recurrent_sequences_share_slots(models: Callable[..., Path], kind: str) -> None:
     """More prompts than slots wait for one another; sessions hold theirs, and go on from a whole prefix."""
     options = Options(max_tokens=3, temperature=0, ignore_eos=True)
@@ -326,7 +326,7 @@ def model_alone(path: Path, prompt: list[int], options: Options) -> list[int]:
         return model.generate(prompt, options).tokens
 
 
-@pytest.mark.parametrize("kind", ["mamba", "lfm2", "falcon-h1", "deepseek2"])
+@pytest.mark.parametrize("kind", ["mamba", "rwkv7", "lfm2", "falcon-h1", "deepseek2"])
 def test_a_state_of_a_recurrent_model(models: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     options = Options(max_tokens=4, temperature=0, ignore_eos=True)
     with TextModel(models(kind), ["CPU"], n_ctx=64) as model:

@@ -15,7 +15,7 @@ from ggmlb.models import Placement, TextModel
 from ggmlb.models.text.planner import open_planner
 from ggmlb.models.text.shards import Shards
 from tests.models.test_text_model import PROMPT, log_probs
-from tests.support.text_models import KINDS, has_experts, write_text_model
+from tests.support.text_models import KINDS, RECURRENT, has_experts, write_text_model
 
 NAMES = {d.name for d in ggmlb.devices()}
 PAIRS = [pair for pair in ("OpenCL0+CPU", "OpenCL0+OpenCL1") if {*pair.split("+")} <= NAMES]
@@ -47,7 +47,7 @@ def test_shared_layers_compute_the_same(tmp_path: Path, kind: str, pair: str) ->
         session.generate(PROMPT, max_tokens=3, temperature=0)
         forecast, allocated = model.memory
     assert forecast == allocated
-    if kind.startswith("mamba"):
+    if kind in RECURRENT:
         return
     kept = [use.nbytes for use in allocated if use.kind == "kv"]
     assert len(kept) == 2 and kept[0] == kept[1], "each device keeps the keys of its heads"

@@ -30,6 +30,7 @@ from tests.support.vocabularies import (
     UNKNOWN,
     USER_DEFINED,
     byte_pairs,
+    longest_tokens,
     sentence_pieces,
     vocabulary,
     word_pieces,
@@ -52,7 +53,8 @@ KINDS: dict[str, Callable[[], tuple[dict[str, Any], Any]]] = {
 
 @pytest.fixture(scope="module")
 def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Vocabulary]:
-    return {name: vocabulary(tmp_path_factory.mktemp(name), kind()[0]) for name, kind in KINDS.items()}
+    kinds = {name: kind()[0] for name, kind in KINDS.items()} | {"rwkv": longest_tokens()}
+    return {name: vocabulary(tmp_path_factory.mktemp(name), kind) for name, kind in kinds.items()}
 
 
 @pytest.fixture
@@ -385,13 +387,41 @@ def test_a_long_word_takes_no_square_of_its_length(vocabularies: dict[str, Vocab
         assert vocabularies[kind].decode(vocabularies[kind].encode(text)) == text
 
 
+def longest(text: bytes, tokens: list[bytes]) -> list[int]:
+    found = []
+    while text:
+        token = max((t for t in tokens if text.startswith(t)), key=len)
+        found.append(tokens.index(token))
+        text = text[len(token) :]
+    return found
+
+
+@given(st.one_of(ANY_TEXT, st.text("hel oxn's\n\\ä\x00\t", max_size=40)))
+def test_rwkv_takes_the_longest_tokens(vocabularies: dict[str, Vocabulary], text: str) -> None:
+    found = vocabularies["rwkv"].encode(text, special=False)
+    tokens = [vocabularies["rwkv"].bytes_of(i) for i in range(vocabularies["rwkv"].n_tokens)]
+    assert found == longest(text.encode(), tokens)
+    assert b"".join(map(vocabularies["rwkv"].bytes_of, found)).decode() == text
+
+
+def test_bytes_that_rwkv_has_no_token_for_are_unknown_or_left_out(tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.model": "rwkv", "tokenizer.ggml.tokens": ["?", "a", "ab", "\\xc3"]}
+    assert vocabulary(tmp_path, metadata).encode("abcaä") == [2, 1, 3]
+    known = metadata | {"tokenizer.ggml.unknown_token_id": 0}
+    assert vocabulary(tmp_path, known).encode("abcaä") == [2, 0, 1, 3, 0]
+
+
 # -- wrong and hostile files -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "told"),
     [
-        ("gpt-2", {"model": "rwkv"}, "unknown tokenizer 'rwkv'; known: bert, gemma4, gpt2, llama, t5"),
+        (
+            "gpt-2",
+            {"model": "plamo2"},
+            "unknown tokenizer 'plamo2'; known: bert, gemma4, gpt2, llama, rwkv, t5",
+        ),
         ("gpt-2", {"pre": "nosuch"}, "unknown pre-tokenizer 'nosuch'; known: a.x-4.0, afmoe,"),
         ("gpt-2", {"pre": "x\x1b[31m" * 1000}, "unknown pre-tokenizer"),
         ("gpt-2", {"model": None}, "no metadata key 'tokenizer.ggml.model'"),

@@ -259,6 +259,7 @@ def test_other_metadata(check: Callable[..., None], folder: Path, kind: str, cha
 
 
 VALUES: Mapping[str, Any] = {
+    "attention.layer_norm_rms_epsilon": 0.375,
     "classifier.activation": "gelu", "classifier.output_labels": ["a", "b"], "rope.scaling.alpha": 3.5,
     "rope.scaling.finetuned": True, "rope.freq_base": 3.0, "rope.freq_base_swa": 3.0,
     "rope.scale_linear": 3.0, "rope.scaling.attn_factor": 3.0, "rope.scaling.factor": 3.0,

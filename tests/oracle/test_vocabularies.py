@@ -22,7 +22,7 @@ from ggmlb.models.gguf import GgufFile, Metadata, Vocabulary
 from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS
 from tests.support.gguf_files import write_gguf
 from tests.support.llama_cpp_files import llama_cpp_files
-from tests.support.vocabularies import TEXTS
+from tests.support.vocabularies import TEXTS, longest_tokens
 
 pytestmark = pytest.mark.oracle
 
@@ -152,6 +152,12 @@ def compare(path: Path, texts: list[str]) -> None:
 def test_tokens_are_those_of_llama_cpp(name: str, folder: Path, tmp_path: Path) -> None:
     source = GgufFile(folder / f"ggml-vocab-{name}.gguf").metadata
     compare(tiny_model(tmp_path / "model.gguf", source), [*TEXTS, *random_texts()])
+
+
+def test_tokens_of_rwkv_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "vocabulary.gguf", longest_tokens(), {})
+    path = tiny_model(tmp_path / "model.gguf", GgufFile(source).metadata)
+    compare(path, [*TEXTS, *random_texts()])
 
 
 def distinct_pre_tokenizers() -> list[str]:

@@ -12,8 +12,11 @@ from tests.support.gguf_files import FLOAT32, Typed, write_gguf
 
 ALPHA, RANK = 6.0, 3
 
-WITHOUT = ("norm", "ssm_conv1d", "shortconv.conv", "rope_freqs", "bias", "sinks", "ffn_gate_inp_shexp")
-"""Parts of names of weights that no product reads, or that have one row."""
+WITHOUT = (
+    "norm", "ssm_conv1d", "shortconv.conv", "rope_freqs", "bias", "sinks", "ffn_gate_inp_shexp", "lerp",
+    *(f"time_mix_{part}" for part in ("w", "a", "v0", "v1", "v2", "g", "k_", "r_k", "ln")),
+)  # fmt: skip
+"""Parts of names of weights that no product reads, that have one row, or that llama.cpp does not adapt."""
 
 
 def adapted(model: Path) -> list[str]:

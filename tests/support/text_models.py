@@ -29,6 +29,8 @@ NO_NORMS = ("olmo2", "exaone4")
 FUSED = ("phi3", "glm4")
 TIED = (*GEMMA, "command-r", "cohere2", *LFM)
 PARALLEL = ("command-r", "cohere2")
+CENTRED = (*PARALLEL, "rwkv7")
+"""Architectures whose norms subtract the mean."""
 CHOICE_BIAS = ("lfm2moe", "deepseek2-groups", "glm4moe")
 N_LATENT, N_ROTATED, N_PLAIN, N_QUERY, N_OUT = 256, 32, 64, 256, 64
 LATENT: Mapping[str, Any] = {
@@ -52,6 +54,9 @@ DELTA: Mapping[str, Any] = {
     "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_DELTA * N_DELTA_HEAD, "ssm.state_size": N_DELTA,
     "ssm.time_step_rank": N_DELTA_HEAD, "ssm.group_count": N_DELTA_KEY, "full_attention_interval": 2,
 }  # fmt: skip
+RANKS = {"decay": 64, "iclr": 32, "value_residual_mix": 32, "gate": 96}
+RECURRENT = ("mamba", "mamba-norms", "mamba2", "rwkv7")
+"""Kinds that have no attention."""
 NEXT = ("qwen3next", "qwen35", "qwen35moe")
 POST_ATTENTION = (*NEXT, "gpt-oss", "seed_oss", "glm4moe")
 """Architectures whose norm before the feed-forward part is `post_attention_norm`."""
@@ -79,6 +84,9 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "ssm.time_step_rank": N_DT,
     },
     "mamba2": MAMBA2,
+    "rwkv7": {
+        "wkv.head_size": N_KEY, **{f"attention.{name}_lora_rank": n for name, n in RANKS.items()},
+    },
     "falcon-h1": MAMBA2,
     "qwen3next": {
         **DELTA, "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_FF,
@@ -189,11 +197,11 @@ def vocabulary() -> dict[str, Any]:
 
 def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
     """Return the metadata of a kind of model, by what follows the architecture's name."""
-    is_recurrent = kind.startswith("mamba")
-    eps = "epsilon" if kind in PARALLEL else "rms_epsilon"
+    is_recurrent = kind in RECURRENT
+    eps = "epsilon" if kind in CENTRED else "rms_epsilon"
     sizes: dict[str, Any] = {
         "context_length": 128, "embedding_length": N_EMBD, "block_count": n_layer,
-        "feed_forward_length": 0 if is_recurrent else N_FF,
+        "feed_forward_length": 0 if kind.startswith("mamba") else N_FF,
         "attention.head_count": 0 if is_recurrent else N_HEAD,
         f"attention.layer_norm_{eps}": Typed(FLOAT32, 1e-5),
     }  # fmt: skip
@@ -251,6 +259,10 @@ def write_text_model(
 
     matrix("token_embd.weight", N_VOCAB, N_EMBD, scale=2.0 if arch in TIED else 8.0)
     norm("token_embd_norm.weight" if arch in LFM else "output_norm.weight")
+    if arch == "rwkv7":
+        norm("token_embd_norm.weight")
+        vector("token_embd_norm.bias", N_EMBD)
+        vector("output_norm.bias", N_EMBD)
     if not tied and arch not in TIED:
         matrix("output.weight", N_VOCAB, N_EMBD, scale=2.0)
     if variant == "factors":
@@ -284,6 +296,27 @@ def write_text_model(
             tensors[at + "ssm_a"] = -np.exp(rng.standard_normal((N_INNER, N_STATE))).astype(np.float32)
             vector(at + "ssm_d", N_INNER, around=1.0)
             matrix(at + "ssm_out.weight", N_EMBD, N_INNER)
+            continue
+        if arch == "rwkv7":
+            norm(at + "attn_norm_2.weight")
+            for name in ("attn_norm.bias", "attn_norm_2.bias", "time_mix_ln.bias"):
+                vector(at + name, N_EMBD)
+            ranks = dict(zip("wavg", RANKS.values(), strict=True))
+            for part, rank in (ranks if i else ranks | {"v": ranks["a"]}).items():
+                for name, shape in ((f"{part}1", (rank, N_EMBD)), (f"{part}2", (N_EMBD, rank))):
+                    values = rng.standard_normal(shape) / np.sqrt(shape[1])
+                    tensors[f"{at}time_mix_{name}.weight"] = values.astype(np.float32)
+                if part != "g":
+                    vector(f"{at}time_mix_{part}0.weight", N_EMBD)
+            tensors[at + "time_mix_lerp_fused.weight"] = rng.random((6, 1, 1, N_EMBD), np.float32)
+            tensors[at + "channel_mix_lerp_k.weight"] = rng.random((1, 1, N_EMBD), np.float32)
+            for name in ("k_k", "k_a", "ln"):
+                norm(f"{at}time_mix_{name}.weight")
+            vector(at + "time_mix_r_k.weight", N_EMBD)
+            for name in ("receptance", "key", "value", "output"):
+                matrix(f"{at}time_mix_{name}.weight", N_EMBD, N_EMBD)
+            matrix(at + "channel_mix_key.weight", N_FF, N_EMBD)
+            matrix(at + "channel_mix_value.weight", N_EMBD, N_FF)
             continue
         if arch in LFM and not i % 2:
             vector(at + "shortconv.conv.weight", N_EMBD, 3, around=0.5)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.errors import ModelError, shown
+from ggmlb.models.gguf.longest import LongestTokens
 from ggmlb.models.gguf.merging import BytePairs, SentencePieces
 from ggmlb.models.gguf.metadata import Metadata
 from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer
@@ -104,6 +105,7 @@ _MODELS: Final = {
     "gemma4": _Defaults(),
     "gpt2": _Defaults(),
     "llama": _Defaults(bos=1, eos=2, unk=0, adds_bos=True, adds_space=True),
+    "rwkv": _Defaults(),
     "t5": _Defaults(eos=1, unk=2, pad=0, adds_eos=True),
 }
 """Tokenizer models by their names in files."""
@@ -387,6 +389,8 @@ class Vocabulary:
             lowers = self._metadata.flag(_KEY + "normalizer.lowercase", True)
             strips_accents = self._metadata.flag(_KEY + "normalizer.strip_accents", lowers)
             return WordPieces(self._ids, self.unk, lowers, strips_accents)
+        if self._model == "rwkv":
+            return LongestTokens(self._ids, self.unk)
         scores = self._read_scores()
         if self._model == "t5":
             return self._unigrams(scores)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -38,6 +38,7 @@ class TextConfig:
         final_softcap: Soft cap of the logits; 0: none.
         output_norm: Name of the last norm in the file.
         n_predictors: Layers in the file after these, which predict further tokens and are not computed.
+        has_embedding_norm: Whether the embeddings are normalised, by `token_embd_norm`.
     """
 
     name: str
@@ -53,6 +54,7 @@ class TextConfig:
     final_softcap: float = 0.0
     output_norm: str = "output_norm"
     n_predictors: int = 0
+    has_embedding_norm: bool = False
 
     @classmethod
     def read(cls, keys: Keys, layers: Iterable[Layer], norm: str = "rms", **options: Any) -> TextConfig:
@@ -62,7 +64,8 @@ class TextConfig:
             keys: The metadata.
             layers: The layers.
             norm: Kind of the norms.
-            options: `embedding_scale`, `logit_scale`, `final_softcap`, `output_norm`.
+            options: `embedding_scale`, `logit_scale`, `final_softcap`, `output_norm`,
+                `has_embedding_norm`.
 
         Raises:
             ModelError: Metadata is missing or wrong, or a key has a value that is not supported.
@@ -107,10 +110,15 @@ class TextConfig:
         return tuple(layer.find(Attention) for layer in self.layers)
 
     @cached_property
-    def recurrents(self) -> tuple[Recurrent | None, ...]:
-        """The recurrent block of each layer; `None` where there is none."""
+    def states(self) -> tuple[Mapping[str, int], ...]:
+        """Elements of each recurrent state of a sequence, by its name, in each layer; empty: it has none."""
         return tuple(
-            next((block for block in layer.blocks() if isinstance(block, Recurrent)), None)
+            {
+                name: n
+                for block in layer.blocks()
+                if isinstance(block, Recurrent)
+                for name, n in block.states.items()
+            }
             for layer in self.layers
         )
 
@@ -122,7 +130,7 @@ class TextConfig:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer has recurrent states."""
-        return any(self.recurrents)
+        return any(self.states)
 
     @cached_property
     def experts(self) -> Experts | None:

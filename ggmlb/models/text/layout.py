@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 from ggmlb.core.errors import ModelError, shown
 from ggmlb.models.text.architectures import read_config
-from ggmlb.models.text.blocks import Weight
+from ggmlb.models.text.blocks import Weight, norm_weights
 from ggmlb.models.weights import Source
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf import GgufFile
 
-IGNORED = frozenset({"attn_rot_embd", "attn_rot_embd.weight"})
-"""Tensors of a layer that older files hold and no graph reads."""
+IGNORED = frozenset({
+    "attn_rot_embd", "attn_rot_embd.weight",  # of older files
+    *(f"time_mix_v{i}.weight" for i in range(3)),  # of RWKV's first layer, which has no values to mix in
+})  # fmt: skip
+"""Tensors of a layer that files hold and no graph reads."""
 
 
 class ModelLayout:
@@ -39,13 +42,16 @@ class ModelLayout:
         self.file = file
         self.config = c = read_config(file)
         table = (c.n_vocab, c.n_embd)
-        self.embeddings = self._of("", [Weight("token_embd.weight", table, "matrix")])
+        norm = norm_weights("token_embd_norm", c.n_embd) if c.has_embedding_norm else []
+        self.embeddings = self._of("", [Weight("token_embd.weight", table, "matrix"), *norm])
         head = "output.weight" if "output.weight" in file else "token_embd.weight"
         self.output = {
             "output.weight": Source((head,), table, is_matrix=True, is_multiplied=True),
-            "output_norm.weight": Source((f"{c.output_norm}.weight",), (c.n_embd,), is_matrix=False),
+            **{
+                name.replace(c.output_norm, "output_norm"): source
+                for name, source in self._of("", norm_weights(c.output_norm, c.n_embd)).items()
+            },
         }
-        self._check(f"{c.output_norm}.weight", (c.n_embd,))
         n = next((a.rope.n_dims // 2 for a in c.attentions if a and a.rope), 0)
         factors = [name for name in file if n and name.startswith("rope_f")]
         self.factors = {name: Source((name,), (n,), is_matrix=False) for name in factors}

@@ -93,12 +93,12 @@ class LoadedModel:
             with _no_room_for(params.n_ctx):
                 self.memory = SequenceMemory(
                     config.attentions,
-                    config.recurrents,
+                    config.states,
                     kv_homes,
                     state_homes,
                     params.n_ctx,
                     params.kv_type,
-                    n_slots(config.recurrents),
+                    n_slots(config.states),
                 )
             resources.callback(self.memory.free)
             self.decoder = Decoder(

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, Buffer, DType
-from ggmlb.models.text.blocks import Attention, Recurrent
+from ggmlb.models.text.blocks import Attention
 from ggmlb.models.text.kv_cache import KvCache, MemoryPart
 from ggmlb.models.text.state_cache import StateCache
 
@@ -19,7 +19,7 @@ class SequenceMemory:
 
     Args:
         attentions: The attention of each layer; `None` where there is none.
-        recurrents: The recurrent block of each layer; `None` where there is none.
+        states: Elements of each recurrent state of a sequence, by name, in each layer.
         kv_homes: A stream for each layer, on the device whose memory holds its keys and values.
         state_homes: The same for its states.
         n_cells: Context size [tokens].
@@ -40,7 +40,7 @@ class SequenceMemory:
     def __init__(
         self,
         attentions: Sequence[Attention | None],
-        recurrents: Sequence[Recurrent | None],
+        states: Sequence[Mapping[str, int]],
         kv_homes: Sequence[Backend],
         state_homes: Sequence[Backend],
         n_cells: int,
@@ -55,8 +55,8 @@ class SequenceMemory:
             if any(attentions):
                 self.cells = KvCache(attentions, kv_homes, n_cells, kv_type)
                 self.parts.append(self.cells)
-            if any(recurrents):
-                self.slots = StateCache(recurrents, state_homes, n_cells, n_slots)
+            if any(states):
+                self.slots = StateCache(states, state_homes, n_cells, n_slots)
                 self.parts.append(self.slots)
         except BaseException:
             self.free()

@@ -10,7 +10,8 @@ from ggmlb.core.arguments import checked_methods, named
 from ggmlb.models.layers import Layers
 from ggmlb.runtime.alloc import override_for
 
-CACHE_NAMES, STATE_NAMES = ("cache_k", "cache_v"), ("state_conv", "state_scan")
+CACHE_NAMES = ("cache_k", "cache_v")
+STATE_NAMES = ("state_conv", "state_scan", "state_time", "state_channel")
 KV_NAMES = (*CACHE_NAMES, *STATE_NAMES)
 """Names of the tensors of a layer's KV cache, or recurrent states; a point and the layer's number follow."""
 

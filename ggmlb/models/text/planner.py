@@ -391,7 +391,7 @@ class Planner:
                             known[key] = self._weight(sources, backend)
                         sizes[i, name] = known[key]
                     if self.asked.kv_override(i) is None:
-                        key = self.config.attentions[i], self.config.recurrents[i]
+                        key = self.config.attentions[i], tuple(self.config.states[i].items())
                         if key not in of_memory:
                             of_memory[key] = self._kv_size(i, backend)
                         found.base[i, name] += of_memory[key]
@@ -418,12 +418,12 @@ class Planner:
         with ExitStack() as resources:
             memory = SequenceMemory(
                 [config.attentions[layer]],
-                [config.recurrents[layer]],
+                [config.states[layer]],
                 [backend],
                 [backend],
                 params.n_ctx,
                 params.kv_type,
-                n_slots(config.recurrents),
+                n_slots(config.states),
             )
             resources.callback(memory.free)
             inner = [each for buffer in memory.buffers for each in buffer.allocations]

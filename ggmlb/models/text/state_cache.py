@@ -9,16 +9,15 @@ import numpy.typing as npt
 
 from ggmlb import Backend, DType, Tensor
 from ggmlb.core.errors import AllocationError
-from ggmlb.models.text.blocks import Recurrent
 from ggmlb.models.text.kv_cache import MemoryPart
 
 N_SLOTS, LEAST_SLOTS, SLOTS_NBYTES = 16, 4, 1 << 29
 """Most sequences whose states fit at once, the fewest, and the bytes that more than these may take."""
 
 
-def n_slots(recurrents: Sequence[Recurrent | None]) -> int:
-    """Return how many sequences have states at once, given the recurrent block of each layer."""
-    nbytes = sum(4 * sum(r.states.values()) for r in recurrents if r)
+def n_slots(states: Sequence[Mapping[str, int]]) -> int:
+    """Return how many sequences have states at once, given the elements of each layer's states."""
+    nbytes = sum(4 * sum(kinds.values()) for kinds in states)
     return max(LEAST_SLOTS, min(N_SLOTS, SLOTS_NBYTES // max(nbytes, 1)))
 
 
@@ -29,7 +28,7 @@ class StateCache(MemoryPart):
     restored: a sequence's tokens are kept or removed as a whole.
 
     Args:
-        recurrents: The recurrent block of each layer.
+        states: Elements of each state of a sequence, by name, in each layer.
         homes: As for `MemoryPart`.
         n_cells: Most tokens of a sequence.
         n_slots: Sequences whose states fit at once.
@@ -44,9 +43,9 @@ class StateCache(MemoryPart):
     kind = "recurrent states"
 
     def __init__(
-        self, recurrents: Sequence[Recurrent | None], homes: Sequence[Backend], n_cells: int, n_slots: int
+        self, states: Sequence[Mapping[str, int]], homes: Sequence[Backend], n_cells: int, n_slots: int
     ) -> None:
-        kinds = [{k: (n, n_slots + 1) for k, n in r.states.items()} if r else {} for r in recurrents]
+        kinds = [{name: (n, n_slots + 1) for name, n in of_layer.items()} for of_layer in states]
         super().__init__(homes, n_cells, DType.F32, kinds)
         self.spare = n_slots
         self._slots: dict[int, int] = {}

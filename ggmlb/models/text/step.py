@@ -179,12 +179,15 @@ class StepGraph:
                 x = ctx.add(x, self._scaled(adapter, ctx.mul_mat(b, ctx.get_rows(a, ids)), a.ne[0]))
         if self.config.embedding_scale != 1:
             x = ctx.scale(x, self.config.embedding_scale)
-        return self.label("token_embd", x)
+        x = self.label("token_embd", x)
+        return self.norm("token_embd_norm", x) if self.config.has_embedding_norm else x
 
     def norm(self, name: str, x: Tensor, *row: int) -> Tensor:
-        """Return a norm of the model's kind, times its weight."""
+        """Return a norm of the model's kind, times its weight, and with its bias, if there is one."""
         normed = (self.ctx.rms_norm if self.config.norm == "rms" else self.ctx.norm)(x, self.config.eps)
-        return self.label(name, self.ctx.mul(normed, self.weights[name + ".weight"]), *row)
+        y = self.ctx.mul(normed, self.weights[name + ".weight"])
+        bias = self.weights.get(name + ".bias")
+        return self.label(name, y if bias is None else self.ctx.add(y, bias), *row)
 
     def product(self, name: str, x: Tensor) -> Tensor:
         """Return the product with a weight, with adapters and the bias, if there is one."""

@@ -8,7 +8,7 @@ from ggmlb.models.text.blocks.attention import (
     base_in_windows,
     windowed,
 )
-from ggmlb.models.text.blocks.block import Block, Parallel, Recurrent, Slices, Weight
+from ggmlb.models.text.blocks.block import Block, Parallel, Recurrent, Slices, Weight, norm_weights
 from ggmlb.models.text.blocks.convolution import ShortConv
 from ggmlb.models.text.blocks.delta import GatedDelta
 from ggmlb.models.text.blocks.feed_forward import (
@@ -25,12 +25,14 @@ from ggmlb.models.text.blocks.feed_forward import (
 from ggmlb.models.text.blocks.latent import LatentAttention
 from ggmlb.models.text.blocks.layer import NONE, POST, Layer, Residual, decoder_layers
 from ggmlb.models.text.blocks.mamba import Mamba, Mamba2
+from ggmlb.models.text.blocks.rwkv import ChannelMix, TimeMix
 
 __all__ = [
     "NONE",
     "POST",
     "Attention",
     "Block",
+    "ChannelMix",
     "Experts",
     "FeedForward",
     "GatedDelta",
@@ -44,6 +46,7 @@ __all__ = [
     "Rope",
     "ShortConv",
     "Slices",
+    "TimeMix",
     "Weight",
     "attention_or",
     "attentions",
@@ -53,6 +56,7 @@ __all__ = [
     "experts",
     "feed_forwards",
     "leading_dense",
+    "norm_weights",
     "routing",
     "scaled_shared",
     "shared_mixtures",

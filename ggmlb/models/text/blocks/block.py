@@ -47,6 +47,11 @@ class Weight(NamedTuple):
     is_optional: bool = False
 
 
+def norm_weights(name: str, n: int) -> list[Weight]:
+    """Return the weight of a norm of `n` elements, and its bias, which a file may lack."""
+    return [Weight(f"{name}.weight", (n,)), Weight(f"{name}.bias", (n,), is_optional=True)]
+
+
 class Block(ABC):
     """A part of a layer: its sizes, its weights, and its nodes in a graph.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from ggmlb.models.text.blocks.block import Block, Weight
+from ggmlb.models.text.blocks.block import Block, Weight, norm_weights
 
 if TYPE_CHECKING:
     from ggmlb import Tensor
@@ -33,7 +33,7 @@ class Residual:
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of the norms and of the block."""
-        norms = [Weight(f"{name}.weight", (n_embd,)) for name in (self.before, self.after) if name]
+        norms = [each for name in (self.before, self.after) if name for each in norm_weights(name, n_embd)]
         return [*norms, *self.block.weights(n_embd)]
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
