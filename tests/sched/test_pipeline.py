@@ -312,3 +312,30 @@ def test_an_input_that_is_read_in_memory_of_the_device_is_waited_for(bench, why)
 def test_no_copies_is_an_error(bench):
     with pytest.raises(ArgumentError, match="n_copies is 0"):
         Scheduler(bench.backends, parallel=True, n_copies=0)
+
+
+@pytest.mark.parametrize("n_copies", [1, 4])
+def test_inputs_that_no_node_reads_have_a_place(bench, n_copies):
+    """Batches of tokens and of embeddings list the inputs of both: each can be set, and no memory moves."""
+    w = bench.weight(bench.gpu0, WIDTH, WIDTH)
+
+    def build(which: int) -> tuple[Graph, list[Tensor], Tensor]:
+        c = Context()
+        xs = [c.set_input(c.new_tensor(DType.F32, (WIDTH, n), name=f"x{n}")) for n in (3, 5)]
+        y = c.set_output(c.mul_mat(w, xs[which]))
+        return Graph().build_forward_expand(*xs, y), xs, y
+
+    rng = np.random.default_rng(2)
+    with Scheduler(bench.backends, parallel=n_copies > 1, n_copies=n_copies) as sched:
+        for which in (0, 1):  # the largest of both is planned
+            sched.reserve(build(which)[0])
+        n_before = sched._allocator.n_reallocs
+        for which in (0, 1, 0, 1):
+            graph, xs, y = build(which)
+            sched.alloc_graph(graph)
+            values = [rng.standard_normal(x.shape).astype("f4") for x in xs]
+            for x, value in zip(xs, values, strict=True):
+                x.set_array(value)
+            sched.graph_compute(graph)
+            np.testing.assert_allclose(y.to_numpy(), values[which] @ w.to_numpy().T, rtol=1e-4, atol=1e-5)
+        assert sched._allocator.n_reallocs == n_before

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from ggmlb.runtime.compile.assign import Assignment, AssignRules
     from ggmlb.runtime.compile.read import IndexedGraph
 
-MAX_SPLIT_INPUTS = 30
-"""A split with this many inputs is closed before the next node that needs another (as in ggml)."""
-
 MAX_JOINED = 64 << 10
 """Largest input that is uploaded together with others [bytes]; larger ones take an upload each."""
 
@@ -333,18 +330,13 @@ class _Splitter:
     def _wants_new_split(self, sources: Sequence[int], split: Split) -> bool:
         """Whether a node with these sources should begin a new split on the same backend.
 
-        A new split allows reuse of the memory of earlier copied weights, and limits a split to
-        `MAX_SPLIT_INPUTS` inputs (except for a single node).
+        A new split allows reuse of the memory of earlier copied weights.
         """
-        if not split.inputs:
-            return False
-        b, is_full = split.backend_id, len(split.inputs) >= MAX_SPLIT_INPUTS
+        b = split.backend_id
         copied = self._copied[b]
-        for src in sources:
-            is_new = src not in copied
-            if (self._is_weight(src) or (is_full and is_new)) and (not is_new or self._needs_copy(src, b)):
-                return True
-        return False
+        return bool(split.inputs) and any(
+            self._is_weight(src) and (src in copied or self._needs_copy(src, b)) for src in sources
+        )
 
     def _needs_copy(self, src: int, b: int) -> bool:
         """Whether a backend cannot read a source in place."""
