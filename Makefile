@@ -94,6 +94,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/several_devices.py
 	$(BIN)/python benchmarks/embed.py
 	$(BIN)/python benchmarks/train.py --save
+	$(BIN)/python scripts/build_peer.py
 	$(BIN)/python benchmarks/generate.py --save
 	$(BIN)/python benchmarks/generate.py --save --device ggml:CPU
 	$(BIN)/python benchmarks/experts.py --save

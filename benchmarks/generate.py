@@ -1,7 +1,6 @@
-"""Text generation on a device (LLVM) beside llama.cpp (PyPI `xllamacpp`), by turns in one run.
+"""Text generation on a device (LLVM) beside llama.cpp, by turns in one run.
 
-That is an AVX2 build: llama.cpp built for the processor is 1.1 to 1.9 times as fast as that, and on a Zen 4
-it decodes a 1.1B Q4_K_M faster than ggmlb: 1.25 times with two threads, 1.5 with one.
+llama.cpp is built for this processor (`peers.py`), or with `--peer wheel` PyPI's AVX2 build, `xllamacpp`.
 
 Two processes take turns with the same file, the same prompts and as many threads; the idle one sleeps.
 `prefill` is a prompt of 512 tokens, `decode` 32 tokens after 32 and after 512. A ratio is our tokens per
@@ -10,15 +9,17 @@ read bandwidth decoding at depth 32 uses: bytes of weights and cached keys and v
 what two threads read per second in the same run, from a float32 matrix. `python` is the share of decoding at
 depth 32 spent outside of kernels: the time of the steps less that of their calls of machine code. `first` is
 the time of a new process to its first token, after a prompt of 32, ours by llama.cpp's, from installed
-bytecode and cached kernels; `peak` the same of resident memory after all rounds.
+bytecode and cached kernels; `peak` the same of resident memory after all rounds. With one thread, times are
+processor times, which other work disturbs less.
 
-    python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,FILE@avx2,random:q4_K_M,...]
-        [--device D] [--save]
+    python benchmarks/generate.py [--peer wheel] [--rounds 5] [--threads 2]
+        [--models FILE,FILE@avx2,random:q4_K_M,...] [--device D] [--save]
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import multiprocessing
@@ -33,6 +34,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from peers import NAMES, Peer
 from report import Table, save
 
 # llama.cpp's processes import this file too: what ggmlb needs is imported in functions.
@@ -86,7 +88,47 @@ class Ours:
         return Speed(found.prompt_tokens_per_second, found.tokens_per_second, python)
 
 
-class LlamaCpp:
+class Native:
+    """llama.cpp, built for this processor, with flash attention."""
+
+    def __init__(self, path: str, threads: int, device: str = "") -> None:
+        from peers import llama_cpp
+
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 2)
+        self._lib = lib = llama_cpp()
+        lib.llama_backend_init()
+        self._model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_threads, params.n_threads_batch = N_CTX, threads, threads
+        params.flash_attn_type = 1
+        self._context = lib.llama_init_from_model(self._model, params)
+        self._n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
+
+    def _next(self, tokens: list[int]) -> int:
+        """Continue by tokens; return the likeliest after them."""
+        import numpy as np
+
+        ids = (ctypes.c_int32 * len(tokens))(*tokens)
+        if self._lib.llama_decode(self._context, self._lib.llama_batch_get_one(ids, len(tokens))):
+            raise SystemExit("llama.cpp cannot compute a batch")
+        return int(
+            np.ctypeslib.as_array(self._lib.llama_get_logits(self._context), (self._n_vocab,)).argmax()
+        )
+
+    def run(self, n_prompt: int, n_tokens: int) -> Speed:
+        """Return the speed of a prompt and of what follows it."""
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        start = time.perf_counter()
+        token = self._next(prompt_of(n_prompt))
+        after = time.perf_counter()
+        for _ in range(n_tokens):
+            token = self._next([token])
+        decode_s = time.perf_counter() - after
+        return Speed(n_prompt / (after - start), n_tokens / decode_s)
+
+
+class Wheel:
     """llama.cpp, as PyPI ships it."""
 
     def __init__(self, path: str, threads: int, device: str = "") -> None:
@@ -113,11 +155,13 @@ class LlamaCpp:
         return Speed(timings["prompt_per_second"], timings["predicted_per_second"])
 
 
-LIBRARIES = {"ours": Ours, "llama.cpp": LlamaCpp}
+LIBRARIES: dict[str, Any] = {"ours": Ours, "native": Native, "wheel": Wheel}
 
 
 def play(name: str, path: str, threads: int, device: str, pipe: Connection) -> None:
     """Answer `(n_prompt, n_tokens)` with the speed and the peak of memory [bytes]."""
+    if threads == 1:
+        time.perf_counter = time.process_time
     model = LIBRARIES[name](path, threads, device)
     pipe.send(None)
     while (task := pipe.recv()) is not None:
@@ -135,6 +179,7 @@ def read_bandwidth(device: str, threads: int) -> float:
     """Bytes per second that a device's threads read from memory: the best product with a float32 matrix."""
     from ggmlb import Context, Graph, alloc_ctx_tensors, init_by_name
 
+    clock = time.process_time if threads == 1 else time.perf_counter
     with init_by_name(device) as backend:
         if (set_n_threads := backend.device.reg.get_proc_address("set_n_threads")) is not None:
             set_n_threads(backend, threads)
@@ -146,9 +191,9 @@ def read_bandwidth(device: str, threads: int) -> float:
             graph = Graph().build_forward_expand(product)
             best = 0.0
             for _ in range(12):
-                start = time.perf_counter()
+                start = clock()
                 backend.graph_compute(graph)
-                best = max(best, matrix.nbytes / (time.perf_counter() - start))
+                best = max(best, matrix.nbytes / (clock() - start))
     return best
 
 
@@ -169,26 +214,37 @@ def token_nbytes(path: str, depth: int) -> int:
 FIRST = {
     "ours": "import sys; from ggmlb.cli import main; main(['generate', '-m', sys.argv[1], '--prompt-tokens', "
     "sys.argv[3], '-n', '1', '-t', sys.argv[2], '-d', f'{sys.argv[4]},CPU', '--ctx', '1024', '--json'])",
-    "llama.cpp": "import os, sys; sys.path.insert(0, 'benchmarks'); import generate; "
-    "m = generate.LlamaCpp(sys.argv[1], int(sys.argv[2])); m.run(32, 1); os._exit(0)",
+    **{
+        name: "import os, sys; sys.path.insert(0, 'benchmarks'); import generate; "
+        f"m = generate.{name.title()}(sys.argv[1], int(sys.argv[2])); m.run(32, 0); os._exit(0)"
+        for name in NAMES
+    },
 }
 
 
 def first_token_s(name: str, path: str, threads: int, device: str) -> float:
-    """Time of a new process until it has ended after one token [s]."""
+    """Time of a new process until it has ended after one token [s]; with one thread, processor time."""
     ids = ",".join(map(str, prompt_of(32)))
     as_installed = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    start = time.perf_counter()
+    start, used = time.perf_counter(), children_s()
     subprocess.run(
         [sys.executable, "-c", FIRST[name], path, str(threads), ids, device],
         check=True,
         env=as_installed,
         stdout=subprocess.DEVNULL,
     )
-    return time.perf_counter() - start
+    return children_s() - used if threads == 1 else time.perf_counter() - start
 
 
-def measure(path: str, rounds: int, threads: int, device: str) -> dict[str, dict[str, list[float]]]:
+def children_s() -> float:
+    """Processor time of the processes that have ended [s]."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def measure(
+    path: str, peer: str, rounds: int, threads: int, device: str
+) -> dict[str, dict[str, list[float]]]:
     """Return figures of each library, by rounds."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Any] = {}
@@ -210,12 +266,13 @@ def measure(path: str, rounds: int, threads: int, device: str) -> dict[str, dict
         pipes["ours"].send(sizes)
         pipes["ours"].recv()
     end("ours")
-    for name in LIBRARIES:
+    players = ["ours", peer]
+    for name in players:
         start(name)
-    found: dict[str, dict[str, list[float]]] = {name: {task: [] for task in tasks} for name in LIBRARIES}
+    found: dict[str, dict[str, list[float]]] = {name: {task: [] for task in tasks} for name in players}
     for i in range(rounds + 1):
         for task, sizes in tasks.items():
-            for name in list(LIBRARIES)[:: 1 if i % 2 else -1]:
+            for name in players[:: 1 if i % 2 else -1]:
                 time.sleep(0.02)
                 pipes[name].send(sizes)
                 speed, peak = pipes[name].recv()
@@ -223,10 +280,10 @@ def measure(path: str, rounds: int, threads: int, device: str) -> dict[str, dict
                     found[name][task].append(speed.prefill if task == "prefill" else speed.decode)
                     found[name].setdefault(f"python in {task}", []).append(speed.python)
                 found[name]["peak"] = [peak]
-    for name in LIBRARIES:
+    for name in players:
         end(name)
     for i in range(rounds + 1):
-        for name in LIBRARIES:
+        for name in players:
             first_s = first_token_s(name, path, threads, device)
             if i:  # the first writes bytecode
                 found[name].setdefault("first", []).append(first_s)
@@ -259,6 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peer", choices=NAMES, default="native")
     parser.add_argument(
         "--models",
         default="",
@@ -266,9 +324,12 @@ def main() -> None:
     )
     parser.add_argument("--device", default="LLVM", help="ours")
     parser.add_argument(
-        "--save", action="store_true", help="write results/generate.md, or generate_DEVICE.md"
+        "--save", action="store_true", help="write results/generate.md, generate_1.md, or generate_DEVICE.md"
     )
     args = parser.parse_args()
+    peer = Peer(args.peer)
+    if args.threads == 1 and args.peer == "wheel":
+        parser.error("one thread, by processor time, needs --peer native")
     bandwidth = read_bandwidth(args.device, args.threads)
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
     table = Table(
@@ -286,9 +347,9 @@ def main() -> None:
         path = file_of(model)
         if level := simd or default:
             os.environ["GGMLB_SIMD"] = level
-        found = measure(path, args.rounds, args.threads, args.device)
+        found = measure(path, args.peer, args.rounds, args.threads, args.device)
         os.environ.pop("GGMLB_SIMD", None)
-        ours, theirs = found["ours"], found["llama.cpp"]
+        ours, theirs = found["ours"], found[args.peer]
         tasks = ["prefill", *(f"decode {depth}" for depth in DEPTHS)]
         speeds = [f"{statistics.median(ours[t]):.0f}, {statistics.median(theirs[t]):.0f}" for t in tasks]
         used = token_nbytes(path, DEPTHS[0]) * statistics.median(ours[tasks[1]]) / bandwidth
@@ -302,13 +363,14 @@ def main() -> None:
     if args.save:
         is_llvm = args.device == "LLVM"
         name = "generate" if is_llvm else f"generate_{args.device.lower().replace(':', '_')}"
+        name += "_1" if args.threads == 1 else ""
         command = "python benchmarks/generate.py" + ("" if is_llvm else f" --device {args.device}")
         about = f"""Text generation on {args.device} beside llama.cpp
-Made by `{command}`: {args.rounds} rounds, {args.threads} threads each; columns of tokens
-per second are ours, llama.cpp's. Read bandwidth {bandwidth / 1e9:.1f} GB/s.
+Made by `{command}`: {args.rounds} rounds, {args.threads} thread(s) each; columns of tokens
+per second are ours, llama.cpp's: {peer.about}. Read bandwidth {bandwidth / 1e9:.1f} GB/s.
 
 {__doc__.partition("    python")[0]}"""
-        save(name, about, table, packages=("numpy", "llvmlite", "xllamacpp"))
+        save(name, about, table, packages=("numpy", "llvmlite"))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 Three processes take turns, with the same data and threads (`turns.py`); results are compared before anything
 is measured. `fusion` is the median of the rounds' ratios of the time without fusion (GGMLB_FUSE=0) to that
-with it; `ratio` that of ggml's time to ours with it. ggml is the one of `llvm_ops.py`.
+with it; `ratio` that of ggml's time to ours with it. ggml is that of `llvm_ops.py`.
 
-    [GGMLB_SIMD=avx2] python benchmarks/llvm_decode.py [--rounds 5] [--threads 2]
+    [GGMLB_SIMD=avx2] python benchmarks/llvm_decode.py [--peer wheel] [--rounds 5] [--threads 2]
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import statistics
 from functools import partial
 
 from decode import Sizes, decode
-from libraries import Case, Ggmlb
-from llvm_ops import NATIVE, PEER, SIMD, peer
+from libraries import Case, Ggmlb, OnGgml
+from llvm_ops import SIMD, peer_arguments, use_peer
 from ops import milliseconds
 from report import Table, save
-from turns import Players, arguments
+from turns import Players
 
 from ggmlb.core.dtypes import DType
 
@@ -46,7 +46,7 @@ class Apart(Fused):
         super().__init__(case, threads)
 
 
-LIBRARIES = {"fused": Fused, "apart": Apart, "ggml": PEER}
+LIBRARIES = {"fused": Fused, "apart": Apart, "ggml": OnGgml}
 
 MODELS = {
     "8 layers of 512": Sizes(8, 512, 1408, 8, 4, 64, 256),
@@ -60,7 +60,8 @@ CASES = [
 
 
 def main() -> None:
-    args = arguments(__doc__, rounds=5).parse_args()
+    args = peer_arguments(__doc__, rounds=5).parse_args()
+    peer = use_peer(args.peer)
     table = Table("model", "ggml [ms]", "LLVM [ms]", "without fusion [ms]", "fusion", "ratio", "NMSE")
     with Players(__file__, args.threads) as players:
         for case, seconds, nmse in players.measured(args):
@@ -74,11 +75,12 @@ def main() -> None:
         return
     about = f"""A decode step on the LLVM device{f", limited to {SIMD.upper()}" if SIMD else ""}
 Made by `python benchmarks/llvm_decode.py`: {args.rounds} rounds, {args.threads} thread(s) each. The load of
-the machine, of one minute, all three included, was {players.loads}. ggml is {peer()}.
+the machine, of one minute, all three included, was {players.loads}. ggml is that of
+{peer.about}.
 
 {__doc__.partition("    [GGMLB")[0]}"""
     name = "_".join(["llvm_decode", *([SIMD] if SIMD else []), *(["1"] if args.threads == 1 else [])])
-    save(name, about, table, packages=("numpy", "llvmlite", "ggml-python" if NATIVE else "xllamacpp"))
+    save(name, about, table, packages=("numpy", "llvmlite"))
 
 
 if __name__ == "__main__":

@@ -7,28 +7,31 @@ one column at most as long as ggml's (1/1.2 for q4_0, q4_1, q8_0, q4_K, q6_K), o
 weights 1/1.2 of ggml's CPU_REPACK, attention of one query half. ggml's weights lie in its plain memory, but
 where a row says "beside CPU_REPACK", which is to ggml what LLVM_Repacked is here.
 
-With GGMLB_SIMD=avx2, ggmlb is limited to AVX2, which has a page of its own, and ggml is PyPI's
-xllamacpp, which is compiled for AVX2; else ggml-python, which is compiled for the machine it is installed on.
-Parts can be run apart, each in less than two minutes; the page holds what was last measured of each.
+ggml is that of llama.cpp built for this processor (`peers.py`). With GGMLB_SIMD=avx2, ggmlb is limited to
+AVX2, which has a page of its own, and so is ggml: PyPI's xllamacpp. Parts can be run apart, each in less than
+two minutes; the page holds what was last measured of each.
 
-    [GGMLB_SIMD=avx2] python benchmarks/llvm_ops.py [--rounds 3] [--threads 2] [--parts n1,ops] [--ops add]
+    [GGMLB_SIMD=avx2] python benchmarks/llvm_ops.py [--peer wheel] [--rounds 3] [--threads 2]
+        [--parts n1,ops] [--ops add]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from libraries import Case, Ggml, Ggmlb, OnGgml, recorded
+from libraries import Case, Ggmlb, OnGgml, recorded
 from ops import EVEN, milliseconds
+from peers import NAMES, Peer
 from report import Table, save
 from turns import Players, arguments, best_s
 
@@ -39,10 +42,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Emitter
 
 SIMD = env.text("GGMLB_SIMD")
-NATIVE = find_spec("ggml") is not None and SIMD != "avx2"
-"""Whether ggml is the one compiled for this machine."""
-PEER = Ggml if NATIVE else OnGgml
-LIBRARIES = {"ggmlb": Ggmlb, "ggml": PEER}
+LIBRARIES = {"ggmlb": Ggmlb, "ggml": OnGgml}
 
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
@@ -233,28 +233,25 @@ def read_speed(threads: int, nbytes: int) -> float:
     return nbytes / best / 1e9
 
 
-def peer() -> str:
-    """Which ggml it is, and the instructions that it was compiled for."""
-    if NATIVE:
-        import ggml
+def peer_arguments(doc: str, rounds: int) -> argparse.ArgumentParser:
+    """Return the arguments of a script whose peer is one of `peers.py`."""
+    parser = arguments(doc, rounds)
+    parser.add_argument("--peer", choices=NAMES, default="wheel" if SIMD == "avx2" else "native")
+    return parser
 
-        names = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx_int8")
-        has = [name.upper() for name in names if getattr(ggml, f"ggml_cpu_has_{name}")()]
-        return f"ggml-python, compiled here for {', '.join(has)}"
-    import xllamacpp
 
-    told = [
-        part.split("=") for part in xllamacpp.get_system_info().partition(":")[2].split("|") if "=" in part
-    ]
-    return (
-        f"PyPI's xllamacpp, compiled for {', '.join(name.strip() for name, on in told if on.strip() == '1')}"
-    )
+def use_peer(name: str) -> Peer:
+    """Let the players' `ggml:CPU` be that of a peer."""
+    peer = Peer(name)
+    os.environ["GGMLB_GGML_PATH"] = str(peer.folder)
+    return peer
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=3)
+    parser = peer_arguments(__doc__, rounds=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     args = parser.parse_args()
+    peer = use_peer(args.peer)
     path = Path(str(MEASURED).format(SIMD or "best", args.threads))
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     with Players(__file__, args.threads) as players:
@@ -278,10 +275,10 @@ def main() -> None:
         return
     known["read"] = {str(n): read_speed(args.threads, n << 20) for n in READ_MIB}
     path.write_text(json.dumps(known))
-    write(known, args)
+    write(known, args, peer)
 
 
-def write(known: dict[str, Any], args: Any) -> None:
+def write(known: dict[str, Any], args: Any, peer: Peer) -> None:
     """Write the page of all parts that were measured."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for part in PARTS:
@@ -297,13 +294,13 @@ def write(known: dict[str, Any], args: Any) -> None:
     reads = ", ".join(f"{known['read'][str(n)]:.0f} GB/s from {n} MiB" for n in READ_MIB)
     load = f"{min(loads):.1f} to {max(loads):.1f}"
     about = f"""The LLVM device{f", limited to {SIMD.upper()}," if SIMD else ""} beside ggml
-Made by `python benchmarks/llvm_ops.py`: {args.rounds} rounds, {args.threads} thread(s) each. ggml is
-{peer()}. Reading alone: {reads}. The load of the machine, of one minute, both
+Made by `python benchmarks/llvm_ops.py`: {args.rounds} rounds, {args.threads} thread(s) each. ggml is that of
+{peer.about}. Reading alone: {reads}. The load of the machine, of one minute, both
 libraries included, was {load}. {CLOCK if args.threads == 1 else ""}
 
 {__doc__.partition("    [GGMLB")[0]}"""
     name = "_".join(["llvm", *([SIMD] if SIMD else []), *(["1"] if args.threads == 1 else [])])
-    save(name, about, *tables, packages=("numpy", "llvmlite", "ggml-python" if NATIVE else "xllamacpp"))
+    save(name, about, *tables, packages=("numpy", "llvmlite"))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def run(what: str, *command: str | Path) -> None:
     )
     if done.returncode:
         print(done.stdout[-4000:])
-        print(f"make test-ggml could not {what}: the command above failed with status {done.returncode}")
+        print(f"could not {what}: the command above failed with status {done.returncode}")
         sys.exit(2)
 
 
@@ -53,9 +53,7 @@ def need_tools() -> str:
     }
     missing = [name for name, found in tools.items() if found is None]
     if missing or compiler is None:
-        print(
-            f"make test-ggml builds ggml, and needs {', '.join(missing)}: apt-get install {' '.join(missing)}"
-        )
+        print(f"building ggml needs {', '.join(missing)}: apt-get install {' '.join(missing)}")
         sys.exit(2)
     return compiler
 
