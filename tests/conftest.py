@@ -30,6 +30,9 @@ except OSError:
 # Threads of OpenMP (ggml's) wait without spinning: workers share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Prefetching is fixed: what a busy machine measures takes time, and changes which kernels are compiled.
+os.environ.setdefault("GGMLB_PREFETCH", "3,2048")
+
 # What is no terminal gets whole lines, unless somebody set a width; pytest-xdist does, in its workers.
 os.environ.pop("COLUMNS", None)
 

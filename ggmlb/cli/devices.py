@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import Column, console, print_table
@@ -19,11 +21,19 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def devices(as_json: JsonOption = False, address: AddressOption = None) -> None:
+def devices(
+    as_json: JsonOption = False,
+    address: AddressOption = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Also what each backend tells of itself."),
+    ] = False,
+) -> None:
     """List the devices: name, type, memory, capabilities, or why a backend is unavailable.
 
     Examples:
       ggmlb devices
+      ggmlb devices -v
       ggmlb devices --json
       ggmlb devices --address auto
     """
@@ -32,6 +42,8 @@ def devices(as_json: JsonOption = False, address: AddressOption = None) -> None:
         plain.echo(plain.as_json(found, missing))
     else:
         _print_table(found, missing)
+        if verbose:
+            _print_features()
 
 
 def _print_table(found: Sequence[Found], missing: Sequence[Unavailable]) -> None:
@@ -53,3 +65,13 @@ def _print_table(found: Sequence[Found], missing: Sequence[Unavailable]) -> None
         out.print(Text.assemble((m.name, "bold yellow"), plain.reason(m)), soft_wrap=True)
     for note in plain.notes():
         out.print(Text(note), soft_wrap=True)
+
+
+def _print_features() -> None:
+    """Print what each backend that has a device tells of itself (`get_features`)."""
+    import ggmlb
+
+    for reg in dict.fromkeys(device.reg for device in ggmlb.devices()):
+        get_features = reg.get_proc_address("get_features")
+        if get_features is not None:
+            plain.echo(f"{reg.name}: {', '.join(f'{key} = {value}' for key, value in get_features(reg))}")

@@ -248,9 +248,9 @@ FLASH = HeadParams(64, 64, "f32", "q8_0", "f16", True, True, True)
 @pytest.mark.parametrize(
     ("emit", "params", "instruction"),
     [
-        (matvec.few, ("q4_k", 4, 1, "q8"), "sdot"),
-        (matvec.few, ("iq4_nl", 4, 1, "q8"), "tbl"),
-        (interleaved_products.few, ("q2_k", 1, "q8"), "sdot"),
+        (matvec.few, ("q4_k", 4, 1, "q8", 3), "sdot"),
+        (matvec.few, ("iq4_nl", 4, 1, "q8", 3), "tbl"),
+        (interleaved_products.few, ("q2_k", 1, "q8", 3), "sdot"),
         (byte_tiles.many, ("q6_k", "q8", False, 3, tiles.Epilogue()), "sdot"),
         (float_bands.floats, ("f32", "f32", 4), "fmla"),
         (float_tiles.many, ("f16", "f32", False, 6, tiles.Epilogue(True, "gelu")), "fmla"),

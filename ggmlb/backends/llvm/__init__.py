@@ -62,11 +62,14 @@ def backend_reg() -> LlvmReg:
 
 @checked
 def _features(reg: BackendReg) -> list[tuple[str, str]]:
-    """Return the version of LLVM and the instruction set of the code."""
+    """Return the version of LLVM, the instruction set of the code, and how weights are prefetched."""
     from llvmlite import binding
 
+    from ggmlb.backends.llvm import prefetching
     from ggmlb.backends.llvm.codegen.library import library
 
     target = library().target
     version = ".".join(map(str, binding.llvm_version_info))
-    return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name)]
+    choices = prefetching.choices(library()).items()
+    chosen = [(f"PREFETCH {what}", f"{hint},{nbytes}") for what, (hint, nbytes) in choices]
+    return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name), *chosen]

@@ -366,10 +366,10 @@ class Emitter:
         pointer = self.build.inttoptr(address.raw, value.type.as_pointer())
         self.call(name, ir.VoidType(), value, Value(self, pointer), self.const(I32, 1), mask)
 
-    def prefetch(self, address: Value) -> None:
-        """Prefetch the cache line at an address, which need not be valid."""
+    def prefetch(self, address: Value, hint: int = 3) -> None:
+        """Prefetch the cache line at an address, which need not be valid; `hint`: LLVM's locality, 0 to 3."""
         pointer = Value(self, self.build.inttoptr(address.raw, I8.as_pointer()))
-        read, locality, data = (self.const(I32, n) for n in (0, 3, 1))
+        read, locality, data = (self.const(I32, n) for n in (0, hint, 1))
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, locality, data)
 
     def call(self, name: str, result: Any, *args: Value) -> Value:

@@ -76,9 +76,8 @@ class Library:
 
     def _load(self, emit: Emit, params: tuple[Any, ...], task: Task | None) -> int:
         name = f"{emit.__module__.rpartition('.')[2]}.{emit.__name__}{params!r}"
-        digest = sha256(f"{self._salt}|{name}".encode()).hexdigest()[:32]
-        symbol = f"ggmlb_{digest}"
-        path = self._folder / f"{digest}.o"
+        path = self.path(name, "o")
+        symbol = f"ggmlb_{path.stem}"
         code = disk_cache.load(path)
         if code is None:
             if task is not None:
@@ -94,6 +93,11 @@ class Library:
         self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         return int(self._engine.get_function_address(symbol))
+
+    def path(self, name: str, suffix: str) -> Path:
+        """Return the place in the disk cache of what `name` stands for: of a kernel, or facts of all."""
+        digest = sha256(f"{self._salt}|{name}".encode()).hexdigest()[:32]
+        return self._folder / f"{digest}.{suffix}"
 
     def compile(self, emit: Emit, params: tuple[Any, ...], symbol: str) -> bytes:
         """Compile the kernel `emit(emitter, *params)` as function `symbol`; return its object file."""

@@ -10,7 +10,10 @@ from __future__ import annotations
 from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Level, Value, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_floats, total
 from ggmlb.backends.llvm.kernels import tiles
-from ggmlb.backends.llvm.kernels.matvec import AHEAD, MatChunk
+from ggmlb.backends.llvm.kernels.matvec import MatChunk
+
+AHEAD = 2048
+"""Prefetch distance [bytes]: the hardware prefetcher does not follow this many rows."""
 
 GROUPS = 32
 """Groups of rows in a band."""

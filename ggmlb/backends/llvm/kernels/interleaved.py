@@ -21,7 +21,7 @@ ROWS = 16
 """Rows of a strip."""
 
 AHEAD = 12288
-"""Prefetch distance [bytes]: a fast core reads this much in the 200 ns of a memory access."""
+"""Prefetch distance of tiles [bytes]: a fast core reads this much in the 200 ns of a memory access."""
 
 BITS = 0
 """Unit of fields with one bit per element: the bits of four neighbouring elements stay together."""
@@ -64,8 +64,16 @@ def lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def prefetches(k: Emitter, dtype: str, strip: Value, block: Value, first: Value) -> list[Callable[[], None]]:
-    """Return functions that prefetch the cache lines `AHEAD` bytes after block number `block` of a strip.
+def prefetches(
+    k: Emitter,
+    dtype: str,
+    strip: Value,
+    block: Value,
+    first: Value,
+    ahead: Value | int = AHEAD,
+    hint: int = 3,
+) -> list[Callable[[], None]]:
+    """Return functions that prefetch the cache lines `ahead` bytes after block number `block` of a strip.
 
     Call them between the instructions that use the block: prefetches in one burst would delay later loads.
 
@@ -75,10 +83,12 @@ def prefetches(k: Emitter, dtype: str, strip: Value, block: Value, first: Value)
         strip: The strip's address.
         block: Number of the block.
         first: First row of the current vector; each vector of a strip prefetches its part of the lines.
+        ahead: The prefetch distance.
+        hint: Of `Emitter.prefetch`.
     """
     size = _size(fields_of(dtype))
-    start = strip + block * (ROWS * size) + first * size + AHEAD
-    return [partial(_ask, k, start, at) for at in range(0, lanes(k.level) * size, 64)]
+    start = strip + block * (ROWS * size) + first * size + ahead
+    return [partial(_ask, k, start, at, hint) for at in range(0, lanes(k.level) * size, 64)]
 
 
 def _size(fields: Sequence[Field]) -> int:
@@ -94,8 +104,8 @@ def spread(calls: Sequence[Callable[[], None]], n: int) -> Iterator[None]:
         yield
 
 
-def _ask(k: Emitter, start: Value, at: int) -> None:
-    k.prefetch(start + at)
+def _ask(k: Emitter, start: Value, at: int, hint: int) -> None:
+    k.prefetch(start + at, hint)
 
 
 class Words:

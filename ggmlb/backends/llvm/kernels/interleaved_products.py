@@ -15,7 +15,6 @@ from ggmlb.backends.llvm.kernels.activations import HIGH, QuantRow, begin, count
 from ggmlb.backends.llvm.kernels.blocks import FORMATS, SCALES, BlockFormat, Scales
 from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS, N_LIMITS
 from ggmlb.backends.llvm.kernels.interleaved import (
-    AHEAD,
     ROWS,
     Interleaved,
     Words,
@@ -31,32 +30,37 @@ Sums = list[list[Value]]
 """Sums for each vector of a strip's rows, for each row of activations."""
 
 
-def few(k: Emitter, dtype: str, n_columns: int, b_dtype: str) -> None:
+def few(k: Emitter, dtype: str, n_columns: int, b_dtype: str, hint: int) -> None:
     """Multiply a weight in strips (16 interleaved rows) by `n_columns` rows of activations.
 
-    Arguments: `matvec.ARGS`.
+    Arguments: `matvec.ARGS`. `hint`: of prefetching.
     """
     chunk = MatChunk(k, ROWS)
     with k.loop(chunk.first, chunk.last) as strip:
-        _strip(k, (dtype, b_dtype), chunk, strip, range(n_columns))
+        _strip(k, (dtype, b_dtype), chunk, strip, range(n_columns), hint)
 
 
-def few_experts(k: Emitter, dtype: str, b_dtype: str) -> None:
+def few_experts(k: Emitter, dtype: str, b_dtype: str, hint: int) -> None:
     """Multiply experts in strips (16 interleaved rows) by activations, row by row (mul_mat_id)."""
     chunk = ExpertChunk(k, ROWS)
     with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as strip:
-        _strip(k, (dtype, b_dtype), chunk, strip, [column])
+        _strip(k, (dtype, b_dtype), chunk, strip, [column], hint)
 
 
 def _strip(
-    k: Emitter, types: tuple[str, str], chunk: MatChunk, strip: Value, columns: Sequence[Value | int]
+    k: Emitter,
+    types: tuple[str, str],
+    chunk: MatChunk,
+    strip: Value,
+    columns: Sequence[Value | int],
+    hint: int,
 ) -> None:
     """Write the products of a strip."""
     at, (dtype, b_dtype) = [chunk.column(c) for c in columns], types
     if dtype in FORMATS:
-        sums = _blocks(k, dtype, chunk, strip, at)
+        sums = _blocks(k, dtype, chunk, strip, at, hint)
     else:
-        sums = _floats(k, dtype, b_dtype, chunk, strip, at)
+        sums = _floats(k, dtype, b_dtype, chunk, strip, at, hint)
     for first, line in zip(vectors(k), sums, strict=True):
         for c, value in zip(columns, line, strict=True):
             k.store(value, chunk.result(c) + (strip * ROWS + first) * 4)
@@ -67,7 +71,7 @@ def vectors(k: Emitter) -> range:
     return range(0, ROWS, lanes(k.level))
 
 
-def _blocks(k: Emitter, dtype: str, chunk: MatChunk, strip: Value, columns: list[Value]) -> Sums:
+def _blocks(k: Emitter, dtype: str, chunk: MatChunk, strip: Value, columns: list[Value], hint: int) -> Sums:
     form, n = FORMATS[dtype], lanes(k.level)
     floats, line = vec(F32, n), 4 * n * len(columns)
     sums = k.local(len(vectors(k)) * line)
@@ -78,7 +82,8 @@ def _blocks(k: Emitter, dtype: str, chunk: MatChunk, strip: Value, columns: list
     activations = [parts(column, chunk.k, layout_for_strips(dtype)) for column in columns]
     # A loop over vectors: unrolled, LLVM would keep the activations in registers for the second vector.
     with k.loop(0, n_blocks) as block, k.loop(0, ROWS, n) as first:
-        ask = spread(prefetches(k, dtype, base, block, first), form.block // form.together // 4)
+        calls = prefetches(k, dtype, base, block, first, chunk.ahead, hint)
+        ask = spread(calls, form.block // form.together // 4)
         where = Interleaved(k, fields_of(dtype), base, block, first)
         weights = _Weights(form, form.codes(k, where), SCALES[dtype](where))
         to = [sums + first // n * line + 4 * n * c for c in range(len(columns))]
@@ -197,7 +202,7 @@ def _totals(
 
 
 def _floats(
-    k: Emitter, dtype: str, b_dtype: str, chunk: MatChunk, strip: Value, columns: list[Value]
+    k: Emitter, dtype: str, b_dtype: str, chunk: MatChunk, strip: Value, columns: list[Value], hint: int
 ) -> Sums:
     n, size, b_size = lanes(k.level), SIZES[dtype], SIZES[b_dtype]
     unroll = max(1, 8 // (len(columns) * len(vectors(k))))  # independent sums hide the latency of additions
@@ -215,7 +220,7 @@ def _floats(
     whole = chunk.k // unroll * unroll
     with k.loop(0, whole, unroll) as i:
         for ahead in range(0, ROWS * size * unroll, 64):
-            k.prefetch(base + i * (ROWS * size) + (AHEAD + ahead))
+            k.prefetch(base + i * (ROWS * size) + chunk.ahead + ahead, hint)
         for chain in range(unroll):
             add(i + chain, chain)
     with k.loop(whole, chunk.k) as i:
@@ -239,6 +244,7 @@ def with_epilogue(
     n_rows: int,
     n_columns: int,
     b_dtype: str,
+    hint: int,
     adds: Sequence[bool],
     gate: str | None,
 ) -> None:
@@ -254,14 +260,15 @@ def with_epilogue(
         n_rows: Rows of the weight multiplied together; divides `m`.
         n_columns: Rows of activations.
         b_dtype: As in `matvec.few`.
+        hint: Of prefetching.
         adds: For each product, whether a bias or residual is added.
         gate: With two products, the gated linear unit; with one, a function or `None`.
     """
     for _ in adds:
         if is_interleaved:
-            few(k, dtype, n_columns, b_dtype)
+            few(k, dtype, n_columns, b_dtype, hint)
         else:
-            matvec.few(k, dtype, n_rows, n_columns, b_dtype)
+            matvec.few(k, dtype, n_rows, n_columns, b_dtype, hint)
     n = k.level.lanes
     params = [k.float_arg().splat(n) for _ in range(N_LIMITS.get(gate or "", 0))]
     m, parts, y, y_nb1 = k.ints(4)

@@ -18,10 +18,11 @@ from ggmlb.backends.llvm.kernels.blocks import FORMATS, BlockFormat
 
 ARGS = (
     "a", "a_nb1", "a_nb2", "a_nb3", "b", "b_nb1", "b_nb2", "b_nb3",
-    "y", "y_nb1", "y_nb2", "y_nb3", "k", "m", "n", "n2", "n3", "r2", "r3", "parts",
+    "y", "y_nb1", "y_nb2", "y_nb3", "k", "m", "n", "n2", "n3", "r2", "r3", "parts", "ahead",
 )  # fmt: skip
 """Arguments of all products: addresses of weight, activations and result, with byte strides of rows, matrices
-and batches; extents; broadcast factors of the weight (ne12/ne02, ne13/ne03); and chunks per matrix."""
+and batches; extents; broadcast factors of the weight (ne12/ne02, ne13/ne03); chunks per matrix; and the
+prefetch distance."""
 
 
 class MatChunk:
@@ -36,6 +37,7 @@ class MatChunk:
         step: Byte stride of the rows of activations; `None` if they are not evenly spaced.
         first: First unit of the chunk.
         last: End of its units (exclusive).
+        ahead: Prefetch distance [bytes].
     """
 
     step: Value | None = None
@@ -52,7 +54,7 @@ class MatChunk:
         self.first = units * part // p["parts"]
         self.last = units * (part + 1) // p["parts"]
         self.n, self.m, self.k, self.a_nb1 = p["n"], p["m"], p["k"], p["a_nb1"]
-        self.step = p["b_nb1"]
+        self.step, self.ahead = p["b_nb1"], p["ahead"]
 
     def column(self, c: Value | int) -> Value:
         """Address of row `c` of the activations."""
@@ -63,12 +65,9 @@ class MatChunk:
         return self.y + self.args["y_nb1"] * c
 
 
-AHEAD = 2048
-"""Prefetch distance [bytes]: the hardware prefetcher does not follow this many rows."""
-
 EXPERT_ARGS = (
     "a", "a_nb1", "a_nb2", "b", "b_nb1", "b_nb2", "b_ne1", "y", "y_nb1", "y_nb2",
-    "k", "m", "n_used", "parts", "starts", "order",
+    "k", "m", "n_used", "parts", "starts", "order", "ahead",
 )  # fmt: skip
 """Arguments of mul_mat_id: `order` has the numbers of (token, expert) pairs, sorted by expert; `starts` has
 each expert's first index in it."""
@@ -84,7 +83,7 @@ class ExpertChunk(MatChunk):
         self._begin = k.load(I64, p["starts"] + matrix * 8)
         self.n = k.load(I64, p["starts"] + matrix * 8 + 8) - self._begin
         self.a = p["a"] + matrix * p["a_nb2"]
-        self.m, self.k, self.a_nb1 = p["m"], p["k"], p["a_nb1"]
+        self.m, self.k, self.a_nb1, self.ahead = p["m"], p["k"], p["a_nb1"], p["ahead"]
         units = k.select(self.n > 0, (p["m"] + (unit - 1)) // unit, 0)
         self.first = units * part // p["parts"]
         self.last = units * (part + 1) // p["parts"]
@@ -150,21 +149,22 @@ def _lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def few(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str) -> None:
+def few(k: Emitter, dtype: str, n_rows: int, n_columns: int, b_dtype: str, hint: int) -> None:
     """Multiply a weight by `n_columns` rows of activations, `n_rows` rows of the weight at a time.
 
-    Arguments: `ARGS`. `b_dtype`: type of the activations; `QUANTIZED` if the weight is quantised.
+    Arguments: `ARGS`. `b_dtype`: type of the activations; `QUANTIZED` if the weight is quantised. `hint`: of
+    prefetching, as the hardware prefetcher does not follow this many rows.
     """
     chunk = MatChunk(k, n_rows)
     with k.loop(chunk.first, chunk.last) as group:
-        _rows(k, (dtype, b_dtype), chunk, group, n_rows, list(range(n_columns)))
+        _rows(k, (dtype, b_dtype), chunk, group, n_rows, list(range(n_columns)), hint)
 
 
-def few_experts(k: Emitter, dtype: str, n_rows: int, b_dtype: str) -> None:
+def few_experts(k: Emitter, dtype: str, n_rows: int, b_dtype: str, hint: int) -> None:
     """Multiply experts, `n_rows` rows at a time, by activations, row by row (mul_mat_id)."""
     chunk = ExpertChunk(k, n_rows)
     with k.loop(0, chunk.n) as column, k.loop(chunk.first, chunk.last) as group:
-        _rows(k, (dtype, b_dtype), chunk, group, n_rows, [column])
+        _rows(k, (dtype, b_dtype), chunk, group, n_rows, [column], hint)
 
 
 def _rows(
@@ -174,22 +174,24 @@ def _rows(
     group: Value,
     n_rows: int,
     columns: Sequence[Value | int],
+    hint: int,
 ) -> None:
     """Write the products of a group of rows."""
     row = k.least(group * n_rows, chunk.m - n_rows)  # the last group may repeat rows
     if types[0] in FORMATS:
-        _blocks(k, types[0], chunk, row, n_rows, columns)
+        _blocks(k, types[0], chunk, row, n_rows, columns, hint)
         return
     weights = [chunk.a + (row + r) * chunk.a_nb1 for r in range(n_rows)]
-    found = _floats(k, *types, weights, [chunk.column(c) for c in columns], chunk.k)
+    found = _floats(k, *types, weights, [chunk.column(c) for c in columns], chunk, hint)
     for r, line in enumerate(found):
         for c, value in zip(columns, line, strict=True):
             k.store(value, chunk.result(c) + (row + r) * 4)
 
 
 def _blocks(
-    k: Emitter, dtype: str, chunk: MatChunk, row: Value, n_rows: int, columns: Sequence[Value | int]
-) -> None:
+    k: Emitter, dtype: str, chunk: MatChunk, row: Value, n_rows: int, columns: Sequence[Value | int],
+    hint: int,
+) -> None:  # fmt: skip
     """Write the products of quantised rows, from `row` on, with rows of quantised activations."""
     form, n = FORMATS[dtype], _lanes(k.level)
     activations = [parts(chunk.column(c), chunk.k, layout_for_rows(dtype, k.level)) for c in columns]
@@ -211,10 +213,10 @@ def _blocks(
                 k.store(slot.now, sums + r * line + 4 * n * c)
             if to_later is not None:  # last, as LLVM moves no load across a prefetch
                 for ahead in range(0, len(blocks) * form.nbytes, 64):
-                    k.prefetch(start + to_later + ahead)
+                    k.prefetch(start + to_later + ahead, hint)
 
     whole, unit_nbytes = chunk.k // UNIT, UNIT // form.block * form.nbytes
-    ahead, next_rows = -(-AHEAD // unit_nbytes), chunk.a_nb1 * (n_rows - 1)
+    ahead, next_rows = (chunk.ahead + (unit_nbytes - 1)) // unit_nbytes, chunk.a_nb1 * (n_rows - 1)
     with k.loop(0, whole) as unit:
         later = k.select(unit + ahead < whole, k.i64(0), next_rows)
         add(unit * n_runs, n_runs, later + ahead * unit_nbytes)
@@ -392,10 +394,11 @@ def _filled(k: Emitter, v: Value, n: int) -> Value:
 
 
 def _floats(
-    k: Emitter, dtype: str, b_dtype: str, weights: list[Value], columns: list[Value], size: Value
-) -> list[list[Value]]:
+    k: Emitter, dtype: str, b_dtype: str, weights: list[Value], columns: list[Value], chunk: MatChunk,
+    hint: int,
+) -> list[list[Value]]:  # fmt: skip
     """Return the products of rows of floats at these addresses."""
-    lanes = k.level.lanes
+    lanes, size = k.level.lanes, chunk.k
     n_sums = len(weights) * len(columns)
     unroll = 4 if n_sums == 1 else 2 if n_sums <= 8 else 1  # independent sums hide the latency of additions
     zero = k.const(vec(F32, lanes), 0)
@@ -412,7 +415,7 @@ def _floats(
     with k.loop(0, whole, lanes * unroll) as i:
         for row in weights:
             for ahead in range(0, lanes * unroll * SIZES[dtype], 64):
-                k.prefetch(row + i * SIZES[dtype] + (AHEAD + ahead))
+                k.prefetch(row + i * SIZES[dtype] + chunk.ahead + ahead, hint)
         for chain in range(unroll):
             add(i + lanes * chain, chain)
     with k.loop(whole, size, lanes) as i:

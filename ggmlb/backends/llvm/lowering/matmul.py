@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, Product
 from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, keeps_operand, operands
+from ggmlb.backends.llvm import prefetching
 from ggmlb.backends.llvm.kernels import (
     activations,
     byte_tiles,
@@ -99,6 +100,7 @@ def product(
     k, m, n = *a.ne[:2], b.ne[1]
     x = _activations(a, b, ctx, few=not is_many(node))
     types, x_nb = (name(a), x.dtype), x.nb
+    ahead = prefetching.Ahead(0, 0) if is_many(node) else prefetching.ahead(ctx.library, name(a), packed)
     to = node if result is None else result
     y, y_nb = ctx.address(to), to.nb
     matrices, panels, extents = b.ne[2] * b.ne[3], 1, b.ne[2:]
@@ -106,7 +108,8 @@ def product(
     def launch(kernel: Kernel, params: Sequence[Any], first: int, count: int, parts: int, *more: int) -> None:
         args = (
             ctx.address(a), *a.nb[1:], x.address + first * x_nb[1], *x_nb[1:], y + first * y_nb[1], *y_nb[1:],
-            k, m, count, *extents, b.ne[2] // a.ne[2] * panels, b.ne[3] // a.ne[3], parts, *more,
+            k, m, count, *extents, b.ne[2] // a.ne[2] * panels, b.ne[3] // a.ne[3], parts,
+            ahead.nbytes, *more,
         )  # fmt: skip
         ctx.launch(kernel, params, args, parts * matrices)
 
@@ -137,9 +140,9 @@ def product(
             rows = rows if packed or m >= rows else 1
             parts = _parts(ctx, matrices, k * m * (count + 1) / 40, -(-m // rows))
             if packed:
-                launch(interleaved_products.few, (name(a), count, x.dtype), first, count, parts)
+                launch(interleaved_products.few, (name(a), count, x.dtype, ahead.hint), first, count, parts)
             else:
-                launch(matvec.few, (name(a), rows, count, x.dtype), first, count, parts)
+                launch(matvec.few, (name(a), rows, count, x.dtype, ahead.hint), first, count, parts)
 
 
 def is_many(node: Tensor) -> bool:
@@ -236,14 +239,15 @@ def _mul_mat_id(node: Tensor, ctx: LoweringContext) -> None:
     rows = rows_at_once(a, 1) if few else kernels.tile_rows(ctx.level, name(a), True)
     rows = rows if packed or m >= rows else 1
     parts = _parts(ctx, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
+    ahead = prefetching.ahead(ctx.library, name(a), packed) if few else prefetching.Ahead(0, 0)
     args: tuple[int, ...] = (
         ctx.address(a), *a.nb[1:3], x.address, *x.nb[1:3], b.ne[1], ctx.address(node), *node.nb[1:3],
-        k, m, n_used, parts, starts, order,
+        k, m, n_used, parts, starts, order, ahead.nbytes,
     )  # fmt: skip
     if few and packed:
-        ctx.launch(interleaved_products.few_experts, (name(a), x.dtype), args, parts * n_matrices)
+        ctx.launch(interleaved_products.few_experts, (name(a), x.dtype, ahead.hint), args, parts * n_matrices)
     elif few:
-        ctx.launch(matvec.few_experts, (name(a), rows, x.dtype), args, parts * n_matrices)
+        ctx.launch(matvec.few_experts, (name(a), rows, x.dtype, ahead.hint), args, parts * n_matrices)
     else:
         nbytes = _whole_lines(kernels.scratch_nbytes(ctx.level, name(a), k, True))
         args = (*args, ctx.scratch(nbytes * ctx.n_threads), nbytes)
@@ -296,6 +300,7 @@ def _product_group(group: Group, ctx: LoweringContext) -> None:
     weight, x = node.operand(0), node.operand(1)
     k, (m, n) = weight.ne[0], result.ne[:2]
     packed, rows = is_interleaved(weight), rows_at_once(weight, n)
+    ahead = prefetching.ahead(ctx.library, name(weight), packed)
     acts = _activations(weight, x, ctx, few=True)
     parts = ctx.chunks(len(products) * k * m * (n + 1) / 40, m // rows)
     args: list[int | float] = []
@@ -306,7 +311,7 @@ def _product_group(group: Group, ctx: LoweringContext) -> None:
         nb = weight.nb
         args += (
             ctx.address(weight) + first * nb[1], *nb[1:], acts.address, *acts.nb[1:], at, 4 * m, 0, 0,
-            k, m, n, 1, 1, 1, 1, parts,
+            k, m, n, 1, 1, 1, 1, parts, ahead.nbytes,
         )  # fmt: skip
         operands.append(at)
         if added is not None:
@@ -320,7 +325,7 @@ def _product_group(group: Group, ctx: LoweringContext) -> None:
     adds = tuple(p.added is not None for p in products)
     ctx.launch(
         interleaved_products.with_epilogue,
-        (name(weight), packed, rows, n, acts.dtype, adds, gate),
+        (name(weight), packed, rows, n, acts.dtype, ahead.hint, adds, gate),
         args,
         parts,
     )
