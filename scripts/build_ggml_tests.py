@@ -2,9 +2,9 @@
 
     python scripts/build_ggml_tests.py
 
-The source is that of PyPI's llama-cpp-python, which holds ggml with its tests. The version is pinned: the
-cases in `tests/support/ggml_bridge/ggml_faults.json` are those of its ggml, 0.25. It exits with 2 if a tool
-or the network is missing, and costs nothing when all is built.
+The source is that of PyPI's xllamacpp, which holds ggml with its tests. The version is pinned: the cases in
+`tests/support/ggml_bridge/ggml_faults.json` are those of its ggml, 0.26. It exits with 2 if a tool or the
+network is missing, and costs nothing when all is built.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 import tarfile
 from pathlib import Path
 
-VERSION = "0.3.36"
+VERSION = "2026.10.11549"
 FOLDER = Path(__file__).parents[1] / "build/ggml"
 SOURCE = FOLDER / "source"
-INSIDE = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
+INSIDE = f"xllamacpp-{VERSION}/thirdparty/llama.cpp/"
 REPEATABLE = Path(__file__).parents[1] / "tests/support/ggml_bridge/repeatable.h"
 STAMP = FOLDER / f"lib/.built-{VERSION}"
 JOBS = "2"
@@ -60,11 +60,11 @@ def need_tools() -> str:
 
 def download() -> Path:
     """Return the source archive."""
-    archive = FOLDER / f"sdist/llama_cpp_python-{VERSION}.tar.gz"
+    archive = FOLDER / f"sdist/xllamacpp-{VERSION}.tar.gz"
     if not archive.exists():
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-        command += ["--no-binary", ":all:", f"llama-cpp-python=={VERSION}", "-d", str(archive.parent)]
-        run("download ggml's source from PyPI (77 MB)", *command)
+        command += ["--no-binary", ":all:", f"xllamacpp=={VERSION}", "-d", str(archive.parent)]
+        run("download ggml's source from PyPI (38 MB)", *command)
     return archive
 
 

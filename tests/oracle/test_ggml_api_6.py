@@ -1,6 +1,6 @@
 """Version 6 of ggml's backend interface, which no package has yet: ggml is built with its structs.
 
-They are those of 2 with a function more in `ggml_backend_buffer_type_i`, and a pointer more in
+They are those of 3 with a function more in `ggml_backend_buffer_type_i`, and a pointer more in
 `ggml_backend_buffer` (llama.cpp's ggml-backend-impl.h of 2026-11).
 """
 
@@ -25,7 +25,7 @@ if not (suite.FOLDER / "libtest-backend-ops.so").exists():
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(1800)]
 
 CHANGES = (
-    (r"(GGML_BACKEND_API_VERSION) 2", r"\1 6"),
+    (r"(GGML_BACKEND_API_VERSION) 3", r"\1 6"),
     (r"(bool +\(\*is_host\)[^;]*;)", r"\1 const void * (*get_alloc_interface)(ggml_backend_buffer_type_t);"),
     (r"(enum ggml_backend_buffer_usage usage;)", r"\1 const void * binding;"),
 )
@@ -64,7 +64,7 @@ def test_its_structs_are_found_and_used(folder: Path, monkeypatch: pytest.Monkey
     assert found is not None
     tables = probe(found, "--tables")["tables"]
     assert tables["api_version"] == 6
-    assert tables["buffer_type"]["device"] == 7
+    assert tables["buffer_type"]["device"] == 9
     monkeypatch.setattr(suite, "FOLDER", folder)
     cases = [c for c in suite.Worker("CPU").names() if re.match(r"(ADD|MUL_MAT|SET_ROWS|SOFT_MAX)\(", c)][
         ::40

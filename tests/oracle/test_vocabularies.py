@@ -1,7 +1,7 @@
 """Tokens are those of llama.cpp: by its own tests of vocabularies, and beside it (xllamacpp) on other texts.
 
-The vocabularies and their tests are in the source of PyPI's llama-cpp-python, which `make test-ggml` also
-uses; they are not part of this repository. Not among the tests: `aquila`, `baichuan`, `gpt-neox` and
+The vocabularies and their tests are in the source of PyPI's xllamacpp, which `make test-ggml` also uses;
+they are not part of this repository. Not among the tests: `aquila`, `baichuan`, `gpt-neox` and
 `nomic-bert-moe` have a vocabulary and no expected tokens.
 """
 
