@@ -184,7 +184,10 @@ def _check_node(fn: str, a: Tensor) -> None:
 
 
 def _shard_flash_attn_ext(node: Tensor, states: States) -> ShardOutcome | None:
-    """Shard by heads, several of `q` per head of `k` and `v`; not with ALiBi, whose slopes count heads."""
+    """Shard by heads, several of `q` per head of `k` and `v`; not with ALiBi, whose slopes count heads.
+
+    One head of `k` and `v` for all of `q`, as in DeepSeek's models, stays whole on each device.
+    """
     q, k = node.sources[:2]
     state = first_cut(states)
     if state not in states[:3] or state.axis < 2:
@@ -194,7 +197,8 @@ def _shard_flash_attn_ext(node: Tensor, states: States) -> ShardOutcome | None:
     heads = state if state == states[0] else state.moved(axis, ratio)
     if axis == 2 and node.params["max_bias"]:
         return None
-    keys = heads.moved(axis, over=ratio)
+    is_shared = k.ne[axis] == 1 and not any(s.is_cut for s in states[1:3])
+    keys = MIRRORED if is_shared else heads.moved(axis, over=ratio)
     mask = node.src[3]
     mask_state = MIRRORED if mask is None or mask.ne[axis] == 1 else heads
     if mask is not None and mask.ne[axis] not in (1, q.ne[axis]):

@@ -234,6 +234,7 @@ SPECS = (
         backward={0: pass_gradient, 1: lambda c, t, g: summed(c, g, t.operand(1))},
         inplace=2,
         shard=elementwise,
+        linear=((0, 1),),
     ),
     OpSpec(Op.ADD_ID, backward={0: pass_gradient, 1: _back_add_id}, inplace=1, shard=_shard_add_id),
     OpSpec(Op.ADD1, backward={0: pass_gradient, 1: lambda c, t, g: c.sum(g)}, inplace=1),
@@ -242,7 +243,7 @@ SPECS = (
         backward={0: pass_gradient, 1: _back_window},
         params=("nb1", "nb2", "nb3", "offset", "inplace"),
     ),
-    OpSpec(Op.SUB, backward={0: pass_gradient, 1: _back_sub}, inplace=2, shard=elementwise),
-    OpSpec(Op.MUL, backward={0: _back_mul_a, 1: _back_mul_b}, inplace=2, shard=elementwise),
-    OpSpec(Op.DIV, backward={0: _back_div_a, 1: _back_div_b}, inplace=2, shard=elementwise),
+    OpSpec(Op.SUB, backward={0: pass_gradient, 1: _back_sub}, inplace=2, shard=elementwise, linear=((0, 1),)),
+    OpSpec(Op.MUL, backward={0: _back_mul_a, 1: _back_mul_b}, inplace=2, shard=elementwise, linear=((0,),)),
+    OpSpec(Op.DIV, backward={0: _back_div_a, 1: _back_div_b}, inplace=2, shard=elementwise, linear=((0,),)),
 )

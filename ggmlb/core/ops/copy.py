@@ -161,5 +161,5 @@ SPECS = (
         params=("nb1", "nb2", "nb3", "offset", "inplace"),
     ),
     OpSpec(Op.CPY, backward={0: pass_gradient, 1: zero_gradient}, shard=_shard_copy),
-    OpSpec(Op.CONT, backward={0: pass_gradient}, shard=_shard_copy),
+    OpSpec(Op.CONT, backward={0: pass_gradient}, shard=_shard_copy, linear=((0,),)),
 )

@@ -47,7 +47,9 @@ class ReduceOps(OpBase):
 
 SPECS = (
     OpSpec(Op.SUM, backward={0: lambda c, t, g: c.repeat(g, t.operand(0))}),
-    OpSpec(Op.SUM_ROWS, backward={0: lambda c, t, g: c.repeat(g, t.operand(0))}, shard=per_row),
+    OpSpec(
+        Op.SUM_ROWS, backward={0: lambda c, t, g: c.repeat(g, t.operand(0))}, shard=per_row, linear=((0,),)
+    ),
     OpSpec(Op.CUMSUM, shard=per_row),
     OpSpec(
         Op.MEAN,

@@ -227,5 +227,11 @@ def _back_rope(c: Context, node: Tensor, grad: Tensor, back: bool = True) -> Ten
 
 SPECS = (
     OpSpec(Op.ROPE, backward={0: _back_rope}, params=_PARAMS, inplace=1, shard=_shard_rope),
-    OpSpec(Op.ROPE_BACK, backward={0: partial(_back_rope, back=False)}, params=_PARAMS, inplace=1),
+    OpSpec(
+        Op.ROPE_BACK,
+        backward={0: partial(_back_rope, back=False)},
+        params=_PARAMS,
+        inplace=1,
+        shard=_shard_rope,
+    ),
 )

@@ -38,6 +38,8 @@ class OpSpec:
         backward: Rule for the gradient of each operand, by its place in `src`; where there is none, training
             through that operand is an error. Integers need none.
         shard: Rule that gives the sharding of the result from that of the operands.
+        linear: Sets of operands in which the op is linear, with the others fixed: of parts of a sum, such as
+            devices have, it gives parts of the sum's result.
     """
 
     op: Op
@@ -46,6 +48,7 @@ class OpSpec:
     also_written: tuple[int, ...] = ()
     backward: Mapping[int, Backward] = field(default_factory=dict)
     shard: ShardRule | None = None
+    linear: tuple[tuple[int, ...], ...] = ()
 
 
 # -- gradients ---

@@ -2,6 +2,7 @@
 
     state     how results are sharded, and checks of users' split states
     layout    slices of views
+    sums      which results are summed over the devices
     buffer, device, backend, plan, reduce    the interfaces, implemented on those of the simple devices
 
 Without a shard rule, operands are gathered and each device computes the whole node, so that any graph runs.

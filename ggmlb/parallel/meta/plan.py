@@ -11,12 +11,12 @@ from ggmlb.core.enums import NO_OPS, TensorFlag
 from ggmlb.core.graph import Graph
 from ggmlb.core.ops import SPECS
 from ggmlb.core.placement import overlap, same_place
-from ggmlb.core.sharding import PARTIAL
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, GraphPlan
 from ggmlb.parallel.meta.buffer import MetaBuffer
 from ggmlb.parallel.meta.layout import slices_of_view
 from ggmlb.parallel.meta.state import whole
+from ggmlb.parallel.meta.sums import Sums
 
 if TYPE_CHECKING:
     from ggmlb.core.sharding import SplitState
@@ -136,6 +136,7 @@ class _Sharder:
         self._plan = plan
         self._graph = graph
         self._n = len(backend.backends)
+        self._sums = Sums(graph, backend.device)
         self._known: dict[Tensor, Slices] = {}
         self._gathered: dict[Tensor, Slices] = {}
         self._shards: list[list[Tensor]] = [[] for _ in range(self._n)]
@@ -173,7 +174,7 @@ class _Sharder:
                     own.flags |= TensorFlag.OUTPUT
 
     def _compute(self, node: Tensor) -> None:
-        result, wants = self._device.outcome(node)
+        result, wants = self._sums.outcomes[node]
         root = node.view_src
         into = node if root is None else root
         by_wholes = False
@@ -188,11 +189,7 @@ class _Sharder:
             for j, place in enumerate(places)
         )
         # A device with empty operands has no part of a sum; other results may be empty.
-        has_part = [
-            result != PARTIAL or all(o is None or not o[j].is_empty for o in operands) for j in range(self._n)
-        ]
-        if not any(has_part):
-            has_part = [True] * self._n
+        has_part = self._sums.parts.get(node, (True,) * self._n)
         for own, nodes, has in zip(slices, self._shards, has_part, strict=True):
             if has and not own.is_empty:
                 nodes.append(own)
@@ -203,7 +200,7 @@ class _Sharder:
         for i in SPECS[node.op].also_written:
             operand = node.sources[i]
             self._wrote(operand.view_src or operand, self._device.state(operand) != wants[i])
-        if result == PARTIAL:
+        if node in self._sums.ends:
             self._close(self._plan.reduction(slices, has_part))
 
     def _wrote(self, root: Tensor, by_wholes: bool) -> None:
