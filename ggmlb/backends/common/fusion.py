@@ -34,6 +34,9 @@ names:
     `rope_kv`         [`q_norm` `q_mul`] `q_rope`           queries, keys and values of a layer: rope of
                       [`k_norm` `k_mul`] `k_rope`           queries and keys, and both written to the cache
                       `k_rows` `v_rows`
+    `conv`            [`cont`] `conv` [`tail1` ...          a convolution, then functions of it, and sums and
+                      `tail`]                               products with it; `conv` may be a product with
+                                                            `cont`, the transposed copy of planes
     ================  ====================================  ================================================
 
 `group["norm"]` is a node, `"mul" in group` says whether it is present, `group.other("mul")` is its
@@ -74,12 +77,12 @@ from ggmlb.system import env
 
 Name = Literal[
     "norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu",
-    "mul_mat_id_add", "glu_id", "routing", "experts_sum", "mul_mats", "rope_kv",
+    "mul_mat_id_add", "glu_id", "routing", "experts_sum", "mul_mats", "rope_kv", "conv",
 ]  # fmt: skip
 
 IN_PLACE: Final = frozenset(
     {"add", "norm", "mul", "shift", "set_rows", "gate_add", "up_add"}
-    | {"q_norm", "q_mul", "q_rope", "k_rows", "v_rows"}
+    | {"q_norm", "q_mul", "q_rope", "k_rows", "v_rows", "tail", *(f"tail{i}" for i in range(1, 10))}
 )
 """Parts whose outside operands may have the same memory as a result of the group."""
 
@@ -396,6 +399,14 @@ def _same_experts(group: Group) -> bool:
     return "glu" not in group or _same_operand(group)
 
 
+def _conv(conv: PatternNode, *, tail: bool) -> Pattern:
+    ops = (Op.ADD, Op.MUL, Op.UNARY, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU)
+    last = PatternNode("tail", ops, ((conv, (0, 1)),), by_views=True, repeats=True) if tail else conv
+    return Pattern("conv", last, lambda _: True)
+
+
+_OF_PLANES = PatternNode("conv", (Op.MUL_MAT,), ((PatternNode("cont", (Op.CONT,)), (0,)),))
+
 _WEIGHTED = PatternNode("weighted", (Op.MUL,), is_shared=True)
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
@@ -416,6 +427,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         for is_sorted in (False, True)
     ],
     *[_routing_of_logits(is_sorted=is_sorted) for is_sorted in (False, True)],
+    _conv(PatternNode("conv", (Op.CONV_2D, Op.CONV_2D_DW)), tail=True),
+    *[_conv(_OF_PLANES, tail=tail) for tail in (True, False)],
     *[_glu(_of_experts, add=add) for add in (True, False)],
     Pattern("mul_mat_id_add", _of_experts("mul_mat", "add"), _same_experts),
     _norm(add=True, mul=True, shift=True),

@@ -160,6 +160,22 @@ cases(
 )(partial(draw_conv_2d, "conv_2d_direct"))
 
 
+def wide_geometry(p: Program) -> tuple[Extents, Extents, Extents, Extents, Extents]:
+    """Draw as `geometry`, but with rows of more pixels than a vector or a tile has."""
+    (width, height), *others = geometry(p, 2)
+    k, s, q, d = others
+    return (width + p.int(0, 50), height), k, s, q, d
+
+
+@cases(Op.CONV_2D, name="conv_2d_direct of many channels")
+def conv_2d_of_many_channels(p: Program) -> None:
+    n, k, s, q, d = wide_geometry(p)
+    channels, kernels = p.one_of(3, 24, 260), p.one_of(7, 13, 40)
+    p.nmse = 1e-5
+    kernel = p.leaf(F32, (*k, channels, kernels), **LOPSIDED)
+    p.out("conv_2d_direct", kernel, p.leaf(F32, (*n, channels, p.extra(1, 2)), **LOPSIDED), *s, *q, *d)
+
+
 def draw_conv_3d(name: str, p: Program) -> None:
     n, k, s, q, d = geometry(p, 3)
     channels, out, batch, dtype = p.int(1, 3), p.int(1, 3), p.int(1, 2), p.one_of(F32, F16)
@@ -190,6 +206,16 @@ def conv_2d_dw_direct(p: Program) -> None:
         data = p.step("permute", p.leaf(F32, (channels, *n, batch)), 2, 0, 1, 3)
     else:
         kernel, data = p.leaf(F32, (*k, 1, channels)), p.leaf(F32, (*n, channels, batch))
+    p.out("conv_2d_dw_direct", kernel, data, *s, *q, *d)
+
+
+@cases(Op.CONV_2D_DW, name="conv_2d_dw_direct of wide planes")
+def conv_2d_dw_of_wide_planes(p: Program) -> None:
+    n, k, s, q, d = wide_geometry(p)
+    channels, dtype = p.int(2, 5), p.one_of(F32, F16)
+    p.nmse = 1e-5
+    kernel = p.leaf(dtype, (*k, 1, channels), **conv_values(dtype))
+    data = p.leaf(F32, (*n, channels, p.extra(1, 2)), **conv_values(dtype))
     p.out("conv_2d_dw_direct", kernel, data, *s, *q, *d)
 
 

@@ -5,12 +5,19 @@ What tiles are, and what both kinds share, is in `tiles`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
 from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Level, Value, Variable, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
 from ggmlb.backends.llvm.kernels import tiles
 from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS
 from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, ResultChunk, store, transposed
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.kernels.tiles import Finish
 
 STRIP_DEPTH = 2048
 """Elements of a row multiplied in one pass, if the weight is in strips and needs no packing."""
@@ -48,16 +55,17 @@ def many(
 
     Arguments as of `byte_tiles.many`.
     """
-    _tiles(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
+    chunk = MatChunk(k, tile_rows(k.level))
+    _of_matrix(k, (dtype, b_dtype), is_interleaved, n_columns, chunk, epilogue)
 
 
 def many_experts(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
     """Multiply experts' float matrices by activations of the tokens that selected them (mul_mat_id)."""
     chunk = ExpertChunk(k, tile_rows(k.level))
-    _tiles(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), chunk, Epilogue())
+    _of_matrix(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), chunk, Epilogue())
 
 
-def _tiles(
+def _of_matrix(
     k: Emitter,
     types: tuple[str, str],
     is_interleaved: bool,
@@ -65,21 +73,73 @@ def _tiles(
     chunk: MatChunk,
     epilogue: Epilogue,
 ) -> None:
-    (dtype, b_dtype), n_rows, n = types, tile_rows(k.level), k.level.lanes
+    source: Tiles = partial(_pack, k, types[0], chunk)
+    if is_interleaved:  # a strip has a tile's layout
+        source = partial(_strip_vectors, k, chunk, SIZES[types[0]])
+    multiply(k, types, n_columns, chunk, epilogue.read, source, depth(is_interleaved), is_interleaved)
+
+
+class TilesChunk(ResultChunk, Protocol):
+    """The part of a product that `multiply` computes: tiles of rows of a weight, and rows of activations.
+
+    Attributes:
+        k: Elements of a row.
+        first: First tile.
+        last: End of the tiles.
+        start: First row of activations.
+    """
+
+    k: Value
+    first: Value
+    last: Value
+    start: Value | int
+
+    def column(self, c: Value) -> Value:
+        """Address of row `c` of the activations."""
+
+
+Tiles = Callable[[Value, Value, Value, Value], "list[Value]"]
+"""Finds a tile or packs it to scratch, and returns the addresses of its vectors:
+`tiles(first row, first element, number of elements, scratch)`."""
+
+
+def multiply(
+    k: Emitter,
+    types: tuple[str, str],
+    n_columns: int,
+    chunk: TilesChunk,
+    read: Callable[[Emitter], Finish | None],
+    tiles_: Tiles,
+    most: int,
+    is_interleaved: bool = False,
+) -> None:
+    """Multiply tiles by rows of activations, `n_columns` at a time.
+
+    Arguments: scratch and its size per thread; those of `read`.
+
+    Args:
+        k: The emitted kernel.
+        types: Types of weight and activations.
+        n_columns: Rows of activations at a time.
+        chunk: The part of the product.
+        read: Reads the arguments of the epilogue, and returns it.
+        tiles_: Returns a tile.
+        most: Elements of a row multiplied in one pass.
+        is_interleaved: Whether the tiles are in strips; others are packed as float32.
+    """
+    n_rows, n = tile_rows(k.level), k.level.lanes
+    stored, b_dtype = types if is_interleaved else ("f32", types[1])
+    step = ROWS if is_interleaved else n_rows
     scratch, stride = k.ints(2)
-    finish = epilogue.read(k)
+    finish = read(k)
     packed = scratch + k.thread * stride
     b_size = SIZES[b_dtype]
     with k.loop(chunk.first, chunk.last) as tile:
         first = tile * n_rows
-        with k.loop(0, chunk.k, depth(is_interleaved)) as begin:
-            count = k.least(chunk.k - begin, depth(is_interleaved))
-            if is_interleaved:  # a strip has a tile's layout
-                vectors, step, stored = _strip_vectors(k, chunk, first, begin, SIZES[dtype]), ROWS, dtype
-            else:
-                _pack(k, dtype, chunk, first, begin, count, packed)
-                vectors, step, stored = [packed, packed + 4 * n], n_rows, "f32"
-            with k.loop(0, chunk.n, n_columns) as column:
+        with k.loop(0, chunk.k, most) as begin:
+            count = k.least(chunk.k - begin, most)
+            vectors = tiles_(first, begin, count, packed)
+            with k.loop(chunk.start, chunk.n, n_columns) as column:
                 sums = [[k.variable(k.const(vec(F32, n), 0)) for _ in range(n_columns)] for _ in range(2)]
                 # Beyond the last row of activations the last one is read again.
                 rows = [
@@ -101,7 +161,9 @@ def _tiles(
                 store(k, values, chunk, first, (column, column), finish)
 
 
-def _strip_vectors(k: Emitter, chunk: MatChunk, first: Value, begin: Value, size: int) -> list[Value]:
+def _strip_vectors(
+    k: Emitter, chunk: MatChunk, size: int, first: Value, begin: Value, count: Value, scratch: Value
+) -> list[Value]:
     """Addresses of the first values of a tile's rows in their strips, for each vector."""
     n, found = k.level.lanes, []
     for v in range(2):
@@ -113,7 +175,7 @@ def _strip_vectors(k: Emitter, chunk: MatChunk, first: Value, begin: Value, size
 
 def _pack(
     k: Emitter, dtype: str, chunk: MatChunk, first: Value, begin: Value, depth: Value, packed: Value
-) -> None:
+) -> list[Value]:
     n, size = k.level.lanes, SIZES[dtype]
     n_rows = tile_rows(k.level)
     for v in range(0, n_rows, n):
@@ -126,6 +188,7 @@ def _pack(
         with k.loop(whole, depth) as i:
             for r, row in enumerate(rows):
                 k.store(load_float(k, dtype, row + i * size), packed + i * (4 * n_rows) + (v + r) * 4)
+    return [packed, packed + 4 * n]
 
 
 def add_result(

@@ -38,9 +38,11 @@ class MatChunk:
         first: First unit of the chunk.
         last: End of its units (exclusive).
         ahead: Prefetch distance [bytes].
+        start: First row of activations.
     """
 
     step: Value | None = None
+    start: Value | int = 0
 
     def __init__(self, k: Emitter, unit: int) -> None:
         p = dict(zip(ARGS, k.ints(len(ARGS)), strict=True))

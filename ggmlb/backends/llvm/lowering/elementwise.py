@@ -33,7 +33,7 @@ _DEAR_NAMES = frozenset({
 })  # fmt: skip
 
 
-def _function(node: Tensor) -> str:
+def function_of(node: Tensor) -> str:
     """Name of a node's function in `kernels.elementwise.FUNCTIONS`, if it is there."""
     if node.op is Op.UNARY:
         return UnaryOp(node.params["op"]).name.lower()
@@ -42,12 +42,12 @@ def _function(node: Tensor) -> str:
 
 def plain_function(node: Tensor) -> str | None:
     """Name in `FUNCTIONS` of a node's function; `None` if it is not there or has parameters."""
-    fn = _function(node)
+    fn = function_of(node)
     return fn if fn in FUNCTIONS and fn not in PARAMS else None
 
 
 def _is_known(node: Tensor) -> str | None:
-    fn = _function(node)
+    fn = function_of(node)
     return None if fn in FUNCTIONS else f"no kernel for {fn}"
 
 
@@ -58,7 +58,7 @@ def _is_known(node: Tensor) -> str | None:
     in_rows(0, RESULT),
 )
 def _unary(node: Tensor, ctx: LoweringContext) -> None:
-    a, fn = node.operand(0), _function(node)
+    a, fn = node.operand(0), function_of(node)
     args = [float(node.params[p]) for p in PARAMS.get(fn, ())]
     elementwise(fn, args, [node, a], _DEAR if fn in _DEAR_NAMES else _CHEAP, ctx)
 
@@ -104,7 +104,7 @@ def repeats_one(i: int) -> Condition:
 @RULES.rule((Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.SILU_BACK), *_TWO, repeats_one(1))
 def _binary(node: Tensor, ctx: LoweringContext) -> None:
     a, b = node.operand(0), node.operand(1)
-    elementwise(_function(node), (), [node, a, b], _CHEAP, ctx, b.ne[0] == 1 and node.ne[0] > 1)
+    elementwise(function_of(node), (), [node, a, b], _CHEAP, ctx, b.ne[0] == 1 and node.ne[0] > 1)
 
 
 @RULES.rule(Op.GLU, *_TWO)
