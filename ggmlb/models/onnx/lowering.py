@@ -208,6 +208,8 @@ class Lowering:
         if fn in ("add", "mul") and b.tensor.n_elements > a.tensor.n_elements:
             a, b = b, a
         shape = broadcast(self.op, a.shape, b.shape)
+        if shape == a.shape and len(shape) <= 4:
+            return self.made(getattr(self.ctx, fn)(a.tensor, b.tensor), shape, a.dtype)
         left, right, out = _merged(self.op, a.shape, b.shape, shape)
         s, t = (self.ctx.reshape_4d(v.tensor, *n) if v.tensor.ne != n else v.tensor for v, n in
                 ((a, extents(left)), (b, extents(right))))  # fmt: skip
