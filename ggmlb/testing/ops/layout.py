@@ -130,6 +130,13 @@ def repeat(p: Program) -> None:
     p.out("repeat", a, p.leaf(dtype, tuple(n * p.int(1, 3) for n in ne)))
 
 
+@cases(Op.REPEAT, name="repeat of single elements")
+def repeat_each(p: Program) -> None:
+    dtype, ne = p.one_of(F32, F16), (1, p.int(1, 200), *p.ne(4, 3))
+    p.nmse = 0
+    p.out("repeat", p.leaf(dtype, ne), p.leaf(dtype, (p.int(2, 9), *ne[1:])))
+
+
 @cases(Op.REPEAT_BACK, lambda c, t: c.repeat_back(main(c, t, ROW, 4), f32(c, ROW, 2)))
 def repeat_back(p: Program) -> None:
     ne = p.ne(20, 4, 3, 2)

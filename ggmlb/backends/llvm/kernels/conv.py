@@ -179,6 +179,60 @@ def _pack(
     return [to, to + 4 * n]
 
 
+def im2col(k: Emitter, dtype: str, step: int) -> None:
+    """Write the window of each pixel as a row, for kernels with a dilation `step` along the width.
+
+    Arguments: `PLANES`, the result being f32; width, height and channels of the kernel; dilation along the
+    height; stride along the width; number of pixels of all images.
+    """
+    names = (*PLANES, "kw", "kh", "ic", "d1", "s0", "pixels")
+    p, n = dict(zip(names, k.ints(len(names)), strict=True)), k.level.lanes
+    with k.units(p["pixels"]) as pixel:
+        column, rest = pixel % p["ow"], pixel // p["ow"]
+        row, image = rest % p["oh"] * p["s1"] - p["p1"], rest // p["oh"]
+        left, to = column * p["s0"] - p["p0"], p["y"] + pixel * p["y_nb2"]
+        with k.loop(0, p["ic"]) as c, k.loop(0, p["kh"]) as ky:
+            y = row + ky * p["d1"]
+            width = k.select(_inside(y, p["h"]), p["w"], 0)
+            source = p["x"] + image * p["x_nb3"] + c * p["x_nb2"] + y * p["x_nb1"]
+            at = to + (c * p["kh"] + ky) * p["kw"] * 4
+            with k.loop(0, p["kw"], n) as kx:
+                values = _strided(k, dtype, source, left + kx * step, step, width, n)[0]
+                k.store_masked(values, at + kx * 4, k.first_lanes(n, p["kw"] - kx))
+
+
+def overlap_add(k: Emitter, step: int) -> None:
+    """Write the sums of windows that overlap (a transposed convolution), `step` apart: 1, 2 or 4.
+
+    Arguments: `PLANES`, whose data are the windows, of w x h places for each channel, and for each element of
+    a window (stride `x_nb1`); width and height of the window; number of planes.
+    """
+    p = dict(zip((*PLANES, "kw", "kh", "planes"), k.ints(len(PLANES) + 3), strict=True))
+    n = k.level.lanes
+    with k.units(p["planes"] * p["oh"]) as unit:
+        plane, row = unit // p["oh"], unit % p["oh"]
+        channel, image = plane % p["c"], plane // p["c"]
+        x = p["x"] + image * p["x_nb3"] + channel * p["x_nb2"]
+        y = p["y"] + image * p["y_nb3"] + channel * p["y_nb2"] + row * p["ow"] * 4
+        with k.loop(0, p["ow"], step * n) as column:
+            sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(step)]
+            with k.loop(row % step, p["kh"], step) as ky:
+                at = (row - ky) >> step.bit_length() - 1  # negative above the first row
+                width = k.select((row >= ky) & (at < p["h"]), p["w"], 0)
+                for r, found in enumerate(sums):
+                    with k.loop(r, p["kw"], step) as kx:
+                        source = x + (ky * p["kw"] + kx) * p["x_nb1"] + at * p["w"] * 4
+                        first = column // step - kx // step
+                        found.set(found.now + _strided(k, "f32", source, first, 1, width, n)[0])
+            values = [found.now for found in sums]
+            while len(values) > 1:  # interleaved: those of the first half are the even ones
+                half = len(values) // 2
+                lanes = values[0].type.count
+                order = [i // 2 + lanes * (i % 2) for i in range(2 * lanes)]
+                values = [a.shuffle(order, b) for a, b in zip(values[:half], values[half:], strict=True)]
+            k.store_masked(values[0], y + column * 4, k.first_lanes(step * n, p["ow"] - column))
+
+
 # -- of each channel -------------------------------------------------------------------------------
 
 

@@ -168,6 +168,21 @@ def convert(k: Emitter, out: str, src: str, y: Value, x: Value, start: Value, st
         each_vector(k, start, stop, body)
 
 
+def repeat_each(k: Emitter, out: str, src: str, times: int) -> None:
+    """Write each element of rows `times` times. Arguments: `row_loop`'s, for result and operand."""
+    n = k.level.lanes
+    with each_row(k, 2) as row:
+
+        def body(i: Value, mask: Value | None) -> None:
+            values = load_floats(k, src, row.at[1] + i * SIZES[src], n, mask)
+            for at in range(0, times * n, n):
+                some = None if mask is None else k.first_lanes(n, (row.stop - i) * times - at)
+                several = values.shuffle([j // times for j in range(at, at + n)])
+                store_floats(k, out, several, row.at[0] + (i * times + at) * SIZES[out], some)
+
+        each_vector(k, row.start, row.stop, body)
+
+
 def _move(k: Emitter, word: Value, y: Value, x: Value, start: Value, stop: Value) -> None:
     size = word.width // 8  # type: ignore[attr-defined]
     n = 4 * k.level.lanes // size

@@ -6,11 +6,14 @@ from math import prod
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.rules import F32, FLOATS, RESULT, has_elements, in_rows, operands
-from ggmlb.backends.llvm.kernels import conv, float_tiles, tiles
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.llvm.kernels import conv, float_tiles, matvec, tiles
 from ggmlb.backends.llvm.kernels.conv import Tail, TailStep
 from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
 from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name
 from ggmlb.backends.llvm.lowering.elementwise import PARAMS, function_of
+from ggmlb.backends.llvm.lowering.matmul import FEW_FLOATS, rows_at_once
+from ggmlb.backends.llvm.lowering.rows import copied
 from ggmlb.core.enums import Op, OpPool
 from ggmlb.core.tensor import Tensor
 
@@ -81,9 +84,12 @@ def _tail_args(group: Group | None, ctx: LoweringContext) -> tuple[Tail, list[in
 def _in_planes(node: Tensor) -> str | None:
     if not node.is_contiguous():
         return "the result is not contiguous"
-    if "s0" in node.params and node.params["s0"] > conv.MOST_STRIDE:
-        return f"stride {node.params['s0']} along the width: at most {conv.MOST_STRIDE}"
     return None
+
+
+def _small_stride(node: Tensor) -> str | None:
+    s0 = node.params["s0"]
+    return None if s0 <= conv.MOST_STRIDE else f"stride {s0} along the width: at most {conv.MOST_STRIDE}"
 
 
 def _packed_kernel(node: Tensor) -> str | None:
@@ -108,9 +114,56 @@ def _planes(node: Tensor, x: Tensor, result: Tensor, ctx: LoweringContext) -> tu
     )  # fmt: skip
 
 
-@RULES.rule(Op.CONV_2D, *_CONV)
+def _by_patches(node: Tensor) -> bool:
+    """Whether the windows of a convolution are copied to a matrix: of few pixels, or a large stride."""
+    return node.params["s0"] > conv.MOST_STRIDE or _pixels(node) * node.ne[3] <= FEW_FLOATS
+
+
+def _dense_steps(node: Tensor) -> str | None:
+    name_ = "d0" if _by_patches(node) else "s0"
+    step = node.params[name_]
+    return None if step <= conv.MOST_STRIDE else f"{name_} is {step}: at most {conv.MOST_STRIDE}"
+
+
+@RULES.rule(Op.CONV_2D, *_CONV, _dense_steps)
 def _conv_2d(node: Tensor, ctx: LoweringContext) -> None:
-    _convolve(node, ctx)
+    if not _by_patches(node):
+        _convolve(node, ctx)
+        return
+    kernel, x, p = node.operand(0), node.operand(1), node.params
+    (kw, kh, ic), (w, h, c, images) = kernel.ne[:3], node.ne
+    depth, n, plane = kw * kh * ic, w * h * images, 4 * w * h
+    row = 4 * depth
+    patches = ctx.scratch(row * n)
+    planes = list(_planes(node, x, node, ctx))
+    planes[6:8] = patches, row
+    args = (*planes, kw, kh, ic, p["d1"], p["s0"], n)
+    ctx.launch(conv.im2col, (name(x), p["d0"]), args, ctx.chunks(depth * n / 2, n))
+    if n > FEW_FLOATS:  # the windows are the rows of the weight
+        nbytes = float_tiles.scratch_nbytes(ctx.level, "f32", depth)
+        parts = ctx.chunks(depth * n * c / _MACS, -(-w * h // float_tiles.tile_rows(ctx.level)))
+        matrices = (
+            patches, row, row * w * h, 0, ctx.address(kernel), kernel.nb[3], 0, 0,
+            ctx.address(node), plane, plane * c, 0, depth, w * h, c, images, 1, 1, 1,
+            parts, ctx.scratch(nbytes * ctx.n_threads), nbytes,
+        )  # fmt: skip
+        columns = float_tiles.columns(ctx.level, "f32", c)
+        params = ("f32", name(kernel), False, columns, tiles.Epilogue())
+        ctx.launch(float_tiles.many, params, matrices, parts * images)
+        return
+    rows = rows_at_once(kernel, n)
+    rows = rows if c >= rows else 1
+    parts = ctx.chunks(depth * c * (n + 1) / 40, -(-c // rows))
+    y = Mem(None, ctx.address(node), node.dtype, node.ne, node.nb)
+    found = y if w * h == 1 else y.window((w * h, c, images, 1), (4 * c, 4, 4 * c * w * h, 0))
+    found.offset = ctx.address(node) if w * h == 1 else ctx.scratch(4 * c * n)
+    product = (
+        ctx.address(kernel), kernel.nb[3], 0, 0, patches, row, 0, 0, found.offset, 4 * c, 0, 0,
+        depth, c, n, 1, 1, 1, 1, parts,
+    )  # fmt: skip
+    ctx.launch(matvec.few, (name(kernel), rows, n, "f32"), product, parts)
+    if w * h > 1:
+        copied(y.window((w * h, c, images, 1), (4, plane, plane * c, 0)), found, ctx)
 
 
 def _convolve(node: Tensor, ctx: LoweringContext, group: Group | None = None) -> None:
@@ -149,7 +202,7 @@ def _multiply(
     ctx.launch(conv.conv_2d, (*params, n_columns, tail), (*args, *more), images * bands * parts)
 
 
-@RULES.rule(Op.CONV_2D_DW, *_CONV, _few_taps)
+@RULES.rule(Op.CONV_2D_DW, *_CONV, _few_taps, _small_stride)
 def _conv_2d_dw(node: Tensor, ctx: LoweringContext) -> None:
     _each_channel(node, ctx)
 
@@ -170,8 +223,11 @@ def _each_channel(node: Tensor, ctx: LoweringContext, group: Group | None = None
 def _computes(group: Group) -> str | None:
     """Return why no kernel computes the group, or `None`."""
     node = group["conv"]
-    if node.op is Op.CONV_2D and prod(node.operand(0).ne[:3]) > float_tiles.STRIP_DEPTH:
-        return "the sums are added up in several passes"
+    if node.op is Op.CONV_2D:
+        if _by_patches(node):
+            return "the windows are copied"
+        if prod(node.operand(0).ne[:3]) > float_tiles.STRIP_DEPTH:
+            return "the sums are added up in several passes"
     if node.op is Op.MUL_MAT:
         source, x, kernel = group["cont"].operand(0), group["cont"], node.operand(1)
         in_planes = source.nb[1] == 4 and source.ne == x.ne and node.ne[2] * node.ne[3] == 1
@@ -195,10 +251,52 @@ def _conv_group(group: Group, ctx: LoweringContext) -> None:
     _multiply(ctx, ("f32", name(kernel), 1), (*planes, *more), 1, group)
 
 
+# -- transposed convolutions -----------------------------------------------------------------------
+
+
+def _steps_that_interleave(node: Tensor) -> str | None:
+    s = node.params["stride"]
+    return None if s in (1, 2, 4) else f"stride {s}: only 1, 2 and 4"
+
+
+@RULES.rule(
+    Op.CONV_TRANSPOSE_2D,
+    operands(F32, F32, out=F32),
+    in_rows(1),
+    _packed_kernel,
+    _in_planes,
+    has_elements,
+    _steps_that_interleave,
+)
+def _conv_transpose_2d(node: Tensor, ctx: LoweringContext) -> None:
+    """Products of the pixels with the transposed kernel, whose overlapping windows are added up."""
+    kernel, x = node.operand(0), node.operand(1)
+    (kw, kh, oc, ic), (w, h, _, images) = kernel.ne, x.ne
+    m, pixels, (ow, oh) = kw * kh * oc, w * h, node.ne[:2]
+    a = Mem(None, ctx.address(kernel), kernel.dtype, (ic, m, 1, 1), (4 * m, 4, 0, 0))
+    rows = a.window(a.ne, (4, 4 * ic, 0, 0))
+    rows.offset = ctx.scratch(4 * ic * m)
+    copied(rows, a, ctx)
+    windows = ctx.scratch(4 * pixels * m * images)
+    planes = (
+        ctx.address(x), *x.nb[1:], w, h, windows, 4 * pixels, 4 * pixels * m, w, h, m, 0, 0, 1,
+        rows.offset, 4 * ic, 1, 1, ic, 1, 1,
+    )  # fmt: skip
+    _multiply(ctx, ("f32", "f32", 1), planes, images, None)
+    args = (
+        windows, 4 * pixels, 4 * pixels * kw * kh, 4 * pixels * m, w, h,
+        ctx.address(node), 4 * ow * oh, 4 * ow * oh * oc, ow, oh, oc, 0, 0, 1, kw, kh, oc * images,
+    )  # fmt: skip
+    chunks = ctx.chunks(node.n_elements / 2, oc * images * oh)
+    ctx.launch(conv.overlap_add, (node.params["stride"],), args, chunks)
+
+
 # -- pools -----------------------------------------------------------------------------------------
 
 
-@RULES.rule(Op.POOL_2D, operands(FLOATS, out=F32), in_rows(0, RESULT), _in_planes, has_elements)
+@RULES.rule(
+    Op.POOL_2D, operands(FLOATS, out=F32), in_rows(0, RESULT), _in_planes, has_elements, _small_stride
+)
 def _pool_2d(node: Tensor, ctx: LoweringContext) -> None:
     x, p, n_planes = node.operand(0), node.params, node.ne[2] * node.ne[3]
     lanes = conv.width_lanes(ctx.level, node.ne[0])

@@ -7,6 +7,7 @@ from typing import Any
 from ggmlb.backends.common.rules import F32, FLOATS, I32, RESULT, has_elements, in_rows, in_window, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels import gradients
+from ggmlb.backends.llvm.kernels.convert import repeat_each
 from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name
 from ggmlb.backends.llvm.lowering.elementwise import elementwise, repeats_one
 from ggmlb.core.dtypes import DType
@@ -15,6 +16,9 @@ from ggmlb.core.tensor import Tensor
 
 _CHEAP, _DEAR = 0.1, 0.6
 """Time of an element on one thread [ns]."""
+
+MOST_TIMES = 8
+"""How often single elements of a row are repeated from registers."""
 
 LEAST_COLUMNS = 64
 """Least number of columns in a chunk."""
@@ -54,8 +58,14 @@ def _sum(node: Tensor, ctx: LoweringContext) -> None:
 
 @RULES.rule(Op.REPEAT, operands(FLOATS), in_rows(0, RESULT), repeats_one(0))
 def _repeat(node: Tensor, ctx: LoweringContext) -> None:
-    a = node.operand(0)
-    elementwise("copy", (), [node, a], _CHEAP, ctx, a.ne[0] == 1 and node.ne[0] > 1)
+    a, times = node.operand(0), node.ne[0]
+    one = a.ne[0] == 1 < times
+    if one and times <= MOST_TIMES and a.ne[1] == node.ne[1] and a.is_contiguous() and node.is_contiguous():
+        x, y = (ctx.mem(t).window((*t.ne[1:], 1), (*t.nb[1:], 0)) for t in (a, node))
+        params = (name(node), name(a), times)
+        ctx.launch_rows(repeat_each, params, (), y.ne, [y, x], _CHEAP * times, cut=True)
+    else:
+        elementwise("copy", (), [node, a], _CHEAP, ctx, one)
 
 
 def _whole_rows(node: Tensor) -> str | None:

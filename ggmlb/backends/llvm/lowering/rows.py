@@ -169,7 +169,7 @@ def _copy(node: Tensor, ctx: LoweringContext) -> None:
         y = y.window(a.ne, contiguous_nb(y.dtype, a.ne))
     elif a.ne != node.ne:
         x = x.window(node.ne, contiguous_nb(x.dtype, node.ne))
-    _copied(y, x, ctx)
+    copied(y, x, ctx)
 
 
 def _is_movable(node: Tensor) -> str | None:
@@ -180,11 +180,11 @@ def _is_movable(node: Tensor) -> str | None:
 def _concat(node: Tensor, ctx: LoweringContext) -> None:
     dim, start, y = node.params["dim"], 0, ctx.mem(node)
     for a in node.sources:
-        _copied(y.window(a.ne, offset=start), ctx.mem(a), ctx)
+        copied(y.window(a.ne, offset=start), ctx.mem(a), ctx)
         start += a.dtype.row_size(a.ne[0]) if dim == 0 else a.ne[dim] * node.nb[dim]
 
 
-def _copied(y: Mem, x: Mem, ctx: LoweringContext) -> None:
+def copied(y: Mem, x: Mem, ctx: LoweringContext) -> None:
     """Append the step that copies `x` to `y`, of the same shape."""
     blocks, ne, work = x.dtype.is_quantized or y.dtype.is_quantized, y.ne, _work(x.dtype, y.dtype)
     types = (name(y), name(x))
