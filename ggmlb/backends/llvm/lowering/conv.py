@@ -7,6 +7,7 @@ from math import prod
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.rules import F32, FLOATS, RESULT, has_elements, in_rows, operands
 from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.llvm import prefetching
 from ggmlb.backends.llvm.kernels import conv, float_tiles, matvec, tiles
 from ggmlb.backends.llvm.kernels.conv import Tail, TailStep
 from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
@@ -145,7 +146,7 @@ def _conv_2d(node: Tensor, ctx: LoweringContext) -> None:
         matrices = (
             patches, row, row * w * h, 0, ctx.address(kernel), kernel.nb[3], 0, 0,
             ctx.address(node), plane, plane * c, 0, depth, w * h, c, images, 1, 1, 1,
-            parts, ctx.scratch(nbytes * ctx.n_threads), nbytes,
+            parts, 0, ctx.scratch(nbytes * ctx.n_threads), nbytes,
         )  # fmt: skip
         columns = float_tiles.columns(ctx.level, "f32", c)
         params = ("f32", name(kernel), False, columns, tiles.Epilogue())
@@ -157,11 +158,12 @@ def _conv_2d(node: Tensor, ctx: LoweringContext) -> None:
     y = Mem(None, ctx.address(node), node.dtype, node.ne, node.nb)
     found = y if w * h == 1 else y.window((w * h, c, images, 1), (4 * c, 4, 4 * c * w * h, 0))
     found.offset = ctx.address(node) if w * h == 1 else ctx.scratch(4 * c * n)
+    ahead = prefetching.ahead(ctx.library, name(kernel), is_interleaved=False)
     product = (
         ctx.address(kernel), kernel.nb[3], 0, 0, patches, row, 0, 0, found.offset, 4 * c, 0, 0,
-        depth, c, n, 1, 1, 1, 1, parts,
+        depth, c, n, 1, 1, 1, 1, parts, ahead.nbytes,
     )  # fmt: skip
-    ctx.launch(matvec.few, (name(kernel), rows, n, "f32"), product, parts)
+    ctx.launch(matvec.few, (name(kernel), rows, n, "f32", ahead.hint), product, parts)
     if w * h > 1:
         copied(y.window((w * h, c, images, 1), (4, plane, plane * c, 0)), found, ctx)
 
