@@ -135,14 +135,21 @@ def test_the_first_token_that_differs_and_its_layer(
             assert np.isclose(margin, row[found.tokens[0]] - row[found.tokens[1]], atol=1e-2)
 
 
-def test_layers_that_read_the_first_one_are_not_resumed(models: Callable[..., Path], tmp_path: Path) -> None:
-    wrong = damaged(models("rwkv7"), tmp_path / "wrong.gguf", "blk.1.time_mix_output.weight")
-    with TextModel(models("rwkv7"), ["CPU"], n_ctx=96) as a, TextModel(wrong, ["CPU"], n_ctx=96) as b:
+@pytest.mark.parametrize(
+    ("kind", "weight", "read"),
+    [
+        ("rwkv7", "time_mix_output", "blk.0.time_mix_value"),
+        ("gemma4-inputs", "ffn_down", "per_layer_inputs"),
+    ],
+)
+def test_layers_that_read_earlier_ones_are_not_resumed(
+    models: Callable[..., Path], tmp_path: Path, kind: str, weight: str, read: str
+) -> None:
+    wrong = damaged(models(kind), tmp_path / "wrong.gguf", f"blk.1.{weight}.weight")
+    with TextModel(models(kind), ["CPU"], n_ctx=96) as a, TextModel(wrong, ["CPU"], n_ctx=96) as b:
         first = a.differences(b, PROMPT).first
-        assert first is not None and first.name == "blk.1.time_mix_output"
-        with pytest.raises(
-            ArgumentError, match=r"layers of rwkv7 read the values of the first .*max_tokens=0"
-        ):
+        assert first is not None and first.name == f"blk.1.{weight}"
+        with pytest.raises(ArgumentError, match=rf"layers of \w+ read '{read}'.*max_tokens=0"):
             a.differences(b, PROMPT, max_tokens=40)
 
 

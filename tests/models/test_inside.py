@@ -20,9 +20,6 @@ from tests.support.text_models import (
     LFM,
     N_EMBD,
     N_HEAD,
-    N_HEAD_KV,
-    N_KEY,
-    N_LATENT,
     NO_NORMS,
     PARALLEL,
     POST_ATTENTION,
@@ -131,7 +128,8 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
             )
             if kind not in NO_NORMS:
                 near(found[before], norm(kind, found[at + "ffn_inp"], weights, before))
-            x = found[at + "ffn_inp"] + found[at + "ffn_out"]
+            x = found[at + "ffn_inp"] + found[at + "ffn_out"] + found.get(at + "per_layer_out", 0)
+            x = x * weights.get(at + "layer_output_scale.weight", 1)
         near(found[at + "out"], x)
     last_norm = "token_embd_norm" if kind in LFM else "output_norm"
     near(found["output_norm"], norm(kind, x, weights, last_norm))
@@ -151,9 +149,11 @@ def test_attention_weights_mix_the_values(models: Callable[..., Path], kind: str
         session.generate(PROMPT[3:9], max_tokens=3, temperature=0, ignore_eos=True)
         is_latent = kind.startswith("deepseek2")
         values = "attn_qkv" if kind == "phi3" else "attn_kv_a_norm" if is_latent else "attn_v"
+        values += "_norm" if kind.startswith("gemma4") else ""
         found = model.trace(PROMPT, ["blk.*.attn_weights", "blk.*.attn_heads", f"blk.*.{values}"])
-        windows = {i: a.window for i, a in enumerate(model.config.attentions) if a}
-    for i, window in windows.items():
+        attentions = {i: a for i, a in enumerate(model.config.attentions) if a}
+    for i, attention in attentions.items():
+        window = attention.window
         weights = found[f"blk.{i}.attn_weights"]
         n = len(PROMPT)
         assert weights.shape == (N_HEAD, n, n)
@@ -161,8 +161,9 @@ def test_attention_weights_mix_the_values(models: Callable[..., Path], kind: str
         assert (share > 1e-3).all() if kind == "gpt-oss" else np.allclose(share, 0, atol=1e-3)
         late = np.arange(n) - np.arange(n)[:, None]
         assert not weights[:, (late > 0) | ((late <= -window) & bool(window))].any()
-        n_kv, size = (1, N_LATENT) if is_latent else (N_HEAD_KV, N_KEY)
-        kept = found[f"blk.{i}.{values}"][:, -n_kv * size :].reshape(n, n_kv, size)
+        n_kv, size = attention.n_head_kv, attention.n_value
+        kept = found[f"blk.{attention.source_of(i)}.{values}"].reshape(n, -1)
+        kept = kept[:, -n_kv * size :].reshape(n, n_kv, size)
         mixed = np.einsum("hts,shd->thd", weights, np.repeat(kept, N_HEAD // n_kv, axis=1))
         near(found[f"blk.{i}.attn_heads"], mixed, 2e-3)
 

@@ -24,6 +24,8 @@ REFUSED = {
 """Keys that llama.cpp follows and that are not supported here, with values that change its results."""
 
 SUPPORTED = {
+    "attention.key_length_swa": ("gemma4",),
+    "rope.dimension_count_swa": ("gemma4",),
     "expert_group_count": ("deepseek2", "glm4moe", "lfm2moe"),
     "nextn_predict_layers": ("deepseek2", "glm4moe", "qwen35", "qwen35moe", "qwen3next"),
 }
@@ -36,6 +38,7 @@ MAY_BE_NONE = WITHOUT_EFFECT | {
     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "ssm.dt_b_c_rms",
     "attention.q_lora_rank", "expert_gating_func", "expert_group_count", "expert_shared_count",
     "expert_weights_norm", "expert_weights_scale", "leading_dense_block_count",
+    "attention.shared_kv_layers", "embedding_length_per_layer_input",
 }  # fmt: skip
 
 
@@ -76,6 +79,25 @@ def test_sizes_of_nothing_are_refused(read: Reader, kind: str) -> None:
     }
     own = {"logit_scale"} if kind in ("command-r", "cohere2", "granitehybrid") else set()
     assert none <= MAY_BE_NONE | own
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("attention.sliding_window_pattern", 3, "an array, a boolean for each layer"),
+        (
+            "attention.sliding_window_pattern",
+            [True] * 4 + [False] * 3,
+            "earlier layer has keys for layer 3",
+        ),
+        ("attention.head_count_kv", np.array([2, 2, 1, 2, 4, 1, 2], np.int32), "keys for layer 4"),
+        ("attention.value_length_swa", 32, "must be 64, as that of keys"),
+        ("rope.dimension_count_swa", 33, "it must be even"),
+    ],
+)
+def test_contradictions_of_gemma4_are_refused(read: Reader, key: str, value: object, told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        read("gemma4-inputs", {key: value})
 
 
 @pytest.mark.parametrize("sections", [[2**31 - 1] * 4, [-1] * 4, [4, 4, 3, 4]])

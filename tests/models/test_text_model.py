@@ -64,7 +64,7 @@ def test_layers_on_three_devices(models: Callable[..., Path], kind: str) -> None
 
 
 @pytest.mark.skipif("LLVM" not in DEVICES, reason="needs llvmlite")
-@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss", "mamba", "rwkv7"])
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss", "mamba", "rwkv7", "gemma4-inputs"])
 def test_no_layer_leaves_llvm(models: Callable[..., Path], kind: str) -> None:
     """Neither in a prompt nor in a single step: a graph is one split."""
     with TextModel(models(kind), ["LLVM", "CPU"], n_ctx=64) as model:

@@ -14,6 +14,7 @@ ALPHA, RANK = 6.0, 3
 
 WITHOUT = (
     "norm", "ssm_conv1d", "shortconv.conv", "rope_freqs", "bias", "sinks", "ffn_gate_inp_shexp", "lerp",
+    "layer_output_scale", "per_layer",
     *(f"time_mix_{part}" for part in ("w", "a", "v0", "v1", "v2", "g", "k_", "r_k", "ln")),
 )  # fmt: skip
 """Parts of names of weights that no product reads, that have one row, or that llama.cpp does not adapt."""

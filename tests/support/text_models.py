@@ -22,8 +22,8 @@ HYBRID = ("lfm2", "lfm2moe", "granitehybrid", "qwen3next", "qwen35", "qwen35moe"
 """Architectures of which only every other layer, from the second on, has attention."""
 HYPHENATED = ("gpt-oss", "command-r", "falcon-h1")
 """Architectures with a `-`, which else parts an architecture from a variant."""
-GEMMA = ("gemma2", "gemma3")
-HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "exaone4", "qwen3next", "qwen35", "qwen35moe", *LFM)
+GEMMA = ("gemma2", "gemma3", "gemma4", "gemma4-inputs")
+HEAD_NORMS = ("qwen3", "qwen3moe", *GEMMA[1:], "exaone4", "qwen3next", "qwen35", "qwen35moe", *LFM)
 POST_NORMS = (*GEMMA, "glm4", "olmo2", "exaone4")
 NO_NORMS = ("olmo2", "exaone4")
 FUSED = ("phi3", "glm4")
@@ -54,13 +54,21 @@ DELTA: Mapping[str, Any] = {
     "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_DELTA * N_DELTA_HEAD, "ssm.state_size": N_DELTA,
     "ssm.time_step_rank": N_DELTA_HEAD, "ssm.group_count": N_DELTA_KEY, "full_attention_interval": 2,
 }  # fmt: skip
+N_WIDE, N_INPUT, N_OWN = 128, 32, 3
+"""Of Gemma 4: elements of a head without a window, and of an embedding for a layer; layers with keys."""
+GEMMA4: Mapping[str, Any] = {
+    "attention.sliding_window": 8, "attention.key_length": N_WIDE, "attention.value_length": N_WIDE,
+    "attention.key_length_swa": N_KEY, "attention.value_length_swa": N_KEY,
+    "rope.dimension_count": N_WIDE, "rope.dimension_count_swa": N_KEY, "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 1e4, "final_logit_softcapping": 30.0, "embedding_length_per_layer_input": 0,
+}  # fmt: skip
 RANKS = {"decay": 64, "iclr": 32, "value_residual_mix": 32, "gate": 96}
 RECURRENT = ("mamba", "mamba-norms", "mamba2", "rwkv7")
 """Kinds that have no attention."""
 NEXT = ("qwen3next", "qwen35", "qwen35moe")
 POST_ATTENTION = (*NEXT, "gpt-oss", "seed_oss", "glm4moe")
 """Architectures whose norm before the feed-forward part is `post_attention_norm`."""
-LAYERS = {"gemma3": 7, "cohere2": 5, "olmo2": 5, "smollm3": 5}
+LAYERS = {"gemma3": 7, "gemma4": 6, "cohere2": 5, "olmo2": 5, "smollm3": 5}
 """Of architectures with a period of layers; others have 3."""
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -78,6 +86,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "attention.sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
     },
     "gemma3": {"attention.sliding_window": 8, "rope.freq_base": 1e6},
+    "gemma4": GEMMA4,
+    "gemma4-inputs": {**GEMMA4, "embedding_length_per_layer_input": N_INPUT},
     "phi3": {},
     "mamba": {
         "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_STATE,
@@ -212,6 +222,13 @@ def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
         }  # fmt: skip
     if parts_of(kind)[0] in HYBRID and "full_attention_interval" not in KINDS[kind]:
         sizes["attention.head_count_kv"] = np.array([N_HEAD_KV * (i % 2) for i in range(n_layer)], np.int32)
+    if kind.startswith("gemma4"):
+        is_local = [i % N_OWN < N_OWN - 1 for i in range(n_layer)]
+        sizes["attention.sliding_window_pattern"] = is_local
+        sizes["attention.head_count_kv"] = np.array([1 + local for local in is_local], np.int32)
+    if kind == "gemma4-inputs" and n_layer > N_OWN:
+        sizes["attention.shared_kv_layers"] = n_layer - N_OWN
+        sizes["feed_forward_length"] = np.array([N_FF * (1 + (i >= N_OWN)) for i in range(n_layer)], np.int32)
     found = {**sizes, **KINDS[kind]}
     if n_layer == N_LAYER_LITE:
         found.pop("attention.q_lora_rank", None)
@@ -267,9 +284,25 @@ def write_text_model(
         matrix("output.weight", N_VOCAB, N_EMBD, scale=2.0)
     if variant == "factors":
         tensors["rope_freqs.weight"] = np.linspace(1, 8, N_KEY // 2, dtype=np.float32)
-    n_q, n_kv = N_HEAD * N_KEY, N_HEAD_KV * N_KEY
+    if arch == "gemma4":
+        factors = np.linspace(1, 8, N_WIDE // 2, dtype=np.float32)
+        tensors["rope_freqs.weight"] = np.where(np.arange(N_WIDE // 2) < N_WIDE // 8, factors, 1e30)
+    if variant == "inputs":
+        matrix("per_layer_token_embd.weight", N_VOCAB, N_INPUT * n_layer, scale=4.0)
+        matrix("per_layer_model_proj.weight", N_INPUT * n_layer, N_EMBD)
+        norm("per_layer_proj_norm.weight", N_INPUT)
+    n_q, n_kv, n_key, n_ff = N_HEAD * N_KEY, N_HEAD_KV * N_KEY, N_KEY, N_FF
     for i in range(n_layer):
         at = f"blk.{i}."
+        if arch == "gemma4":
+            is_wide, borrows = i % N_OWN == N_OWN - 1, variant == "inputs" and i >= N_OWN
+            n_key = N_WIDE if is_wide else N_KEY
+            n_q, n_kv, n_ff = N_HEAD * n_key, N_HEAD_KV * N_KEY, N_FF * (1 + borrows)
+            tensors[at + "layer_output_scale.weight"] = np.array([0.5 + i / 4], np.float32)
+        if variant == "inputs":
+            matrix(at + "inp_gate.weight", N_INPUT, N_EMBD)
+            matrix(at + "proj.weight", N_EMBD, N_INPUT)
+            norm(at + "post_norm.weight")
         if arch not in NO_NORMS:
             norm(at + "attn_norm.weight")
         if arch in ("mamba2", "falcon-h1") or (arch == "granitehybrid" and not i % 2):
@@ -352,7 +385,12 @@ def write_text_model(
         elif arch == "phi3":
             matrix(at + "attn_qkv.weight", n_q + 2 * n_kv, N_EMBD)
         else:
-            for part, n in (("q", n_q * (1 + (arch in NEXT))), ("k", n_kv), ("v", n_kv)):
+            parts = {"q": n_q * (1 + (arch in NEXT)), "k": n_kv, "v": n_kv}
+            if arch == "gemma4" and borrows:
+                parts = {"q": n_q}
+            elif arch == "gemma4" and is_wide and not variant:
+                del parts["v"]
+            for part, n in parts.items():
                 matrix(f"{at}attn_{part}.weight", n, N_EMBD)
                 if arch in ("qwen2", "qwen2moe", "gpt-oss", "seed_oss", "glm4moe"):
                     vector(f"{at}attn_{part}.bias", n)
@@ -361,8 +399,10 @@ def write_text_model(
             n_out = N_HEAD * N_OUT if arch == "deepseek2" else n_q
             matrix(at + "attn_output.weight", N_EMBD, n_out)
         if arch in HEAD_NORMS and has_attention:
-            norm(at + "attn_q_norm.weight", N_KEY)
-            norm(at + "attn_k_norm.weight", N_KEY)
+            # The scores of Gemma 4 are not scaled: its queries are small.
+            vector(at + "attn_q_norm.weight", n_key, around=0.1 if arch == "gemma4" else 1.0)
+            if arch != "gemma4" or not borrows:
+                norm(at + "attn_k_norm.weight", n_key)
         if arch == "olmo2":
             norm(at + "attn_q_norm.weight", n_q)
             norm(at + "attn_k_norm.weight", n_kv)
@@ -410,9 +450,9 @@ def write_text_model(
         if arch in FUSED:
             matrix(at + "ffn_up.weight", 2 * N_FF, N_EMBD)
         else:
-            matrix(at + "ffn_gate.weight", N_FF, N_EMBD)
-            matrix(at + "ffn_up.weight", N_FF, N_EMBD)
-        matrix(at + "ffn_down.weight", N_EMBD, N_FF)
+            matrix(at + "ffn_gate.weight", n_ff, N_EMBD)
+            matrix(at + "ffn_up.weight", n_ff, N_EMBD)
+        matrix(at + "ffn_down.weight", N_EMBD, n_ff)
     metadata = {
         "general.architecture": arch,
         "general.name": "random",

@@ -39,6 +39,7 @@ class TextConfig:
         output_norm: Name of the last norm in the file.
         n_predictors: Layers in the file after these, which predict further tokens and are not computed.
         has_embedding_norm: Whether the embeddings are normalised, by `token_embd_norm`.
+        n_layer_input: Elements of the embedding that each layer has of a token; 0: layers have none.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TextConfig:
     output_norm: str = "output_norm"
     n_predictors: int = 0
     has_embedding_norm: bool = False
+    n_layer_input: int = 0
 
     @classmethod
     def read(cls, keys: Keys, layers: Iterable[Layer], norm: str = "rms", **options: Any) -> TextConfig:
@@ -65,7 +67,7 @@ class TextConfig:
             layers: The layers.
             norm: Kind of the norms.
             options: `embedding_scale`, `logit_scale`, `final_softcap`, `output_norm`,
-                `has_embedding_norm`.
+                `has_embedding_norm`, `n_layer_input`.
 
         Raises:
             ModelError: Metadata is missing or wrong, or a key has a value that is not supported.

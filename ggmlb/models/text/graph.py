@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import BufferType, Context, DType, Tensor
+from ggmlb.core.errors import ArgumentError
 from ggmlb.models.text.blocks.attention import attend, attention_weights
 from ggmlb.models.text.experts import KINDS
 from ggmlb.models.text.step import StepGraph
@@ -70,10 +71,24 @@ class LayersGraph(StepGraph):
         """Return the rows of `x` that `y` has: those of all tokens, or of tokens with outputs."""
         return x if self.chosen is None or x.ne[1] == y.ne[1] else self.ctx.get_rows(x, self.chosen)
 
+    def earlier(self, name: str) -> Tensor:
+        """Return a named node of the embeddings or of an earlier layer.
+
+        Raises:
+            ArgumentError: It is not computed: the graph starts from hidden states of another model.
+        """
+        if name not in self.named:
+            raise ArgumentError(
+                f"layers of {self.config.name} read {name!r}, so that none can be computed from hidden "
+                "states alone: compare the models with max_tokens=0"
+            )
+        return self.named[name].tensor
+
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """Return queries or keys, `[n_key, heads, n_tokens]`, rotated by the tokens' positions."""
         return self.ctx.rope_ext(
-            x, self.positions, self._factors, rope.n_dims, rope.mode, rope.n_ctx_orig,
+            x, self.positions, self._factors if rope.has_factors else None,
+            rope.n_dims, rope.mode, rope.n_ctx_orig,
             rope.freq_base, rope.freq_scale, rope.ext_factor, rope.attn_factor,
             rope.beta_fast, rope.beta_slow,
         )  # fmt: skip
@@ -204,6 +219,7 @@ class TextGraph(LayersGraph):
         self.masks: dict[int, Tensor] = {}
         self.spans: dict[int, tuple[Tensor, Tensor]] = {}
         self._order: Tensor | None = None
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self.computed: dict[tuple[int, BufferType], Tensor] = {}
         # The host keeps the mask of a sequence's last token (`KvCache.row`), and uploads it as it is.
         is_large = n_tokens > 1 and 2 * n_kv * n_tokens > MAX_UPLOADED
@@ -266,10 +282,12 @@ class TextGraph(LayersGraph):
 
     def attend(self, attention: Attention, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write keys and values of the tokens to the KV cache, and return attention over it."""
-        ctx, a = self.ctx, attention
-        keys = self._kept(self._kv.keys[layer], key)
-        values = self._kv.values.get(layer)
-        values = keys if values is None else self._kept(values, value)
+        ctx, a, source = self.ctx, attention, attention.source_of(layer)
+        if source == layer:
+            keys = self._kept(self._kv.keys[layer], key)
+            values = self._kv.values.get(layer)
+            self._seen[layer] = keys, keys if values is None else self._kept(values, value)
+        keys, values = self._seen[source]
         query = ctx.permute(query, 0, 2, 1, 3)
         keys = heads_of(ctx, keys, a.n_key, self._n_kv, a.n_head_kv)
         values = heads_of(ctx, values, a.n_value, self._n_kv, a.n_head_kv)
@@ -286,8 +304,9 @@ class TextGraph(LayersGraph):
 
     def _mask(self, layer: int) -> Tensor:
         """Return the attention mask of a layer: an input, or computed where the layer's keys are."""
-        attention, home = self.config.attentions[layer], self._kv.keys[layer].placed("attend").buft
+        attention = self.config.attentions[layer]
         assert attention is not None
+        home = self._kv.keys[attention.source_of(layer)].placed("attend").buft
         window = self._windows[attention.window]
         name = f"window_mask_{attention.window}" if window else "mask"
         if home not in self._computes_masks:

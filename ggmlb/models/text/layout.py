@@ -52,10 +52,16 @@ class ModelLayout:
                 for name, source in self._of("", norm_weights(c.output_norm, c.n_embd)).items()
             },
         }
-        n = next((a.rope.n_dims // 2 for a in c.attentions if a and a.rope), 0)
+        ropes = (a.rope for a in c.attentions if a and a.rope and a.rope.has_factors)
+        n = next((rope.n_dims // 2 for rope in ropes), 0)
         factors = [name for name in file if n and name.startswith("rope_f")]
         self.factors = {name: Source((name,), (n,), is_matrix=False) for name in factors}
         self.layers = [self._of(f"blk.{i}.", layer.weights(c.n_embd)) for i, layer in enumerate(c.layers)]
+        if n := c.n_layer_input:
+            own = Weight("per_layer_token_embd.weight", (c.n_vocab, n * c.n_layer), "matrix")
+            product = Weight("per_layer_model_proj.weight", (n * c.n_layer, c.n_embd), "product")
+            self.embeddings |= self._of("", [own])
+            self.layers[0] |= self._of("", [product, Weight("per_layer_proj_norm.weight", (n,))])
         self._check_all_used()
 
     def _of(self, prefix: str, weights: Iterable[Weight]) -> dict[str, Source]:

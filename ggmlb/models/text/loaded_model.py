@@ -78,7 +78,7 @@ class LoadedModel:
             name: (source, backends[device])
             for device in backends
             for name, source in sources_on(device, layout, placement).items()
-            if source.is_matrix
+            if source.is_multiplied or name == "token_embd.weight"
         }
         self.experts: ExpertCache | None = None
         with ExitStack() as resources:

@@ -180,7 +180,20 @@ class StepGraph:
         if self.config.embedding_scale != 1:
             x = ctx.scale(x, self.config.embedding_scale)
         x = self.label("token_embd", x)
+        if self.config.n_layer_input:
+            self._embed_for_layers(ids, x)
         return self.norm("token_embd_norm", x) if self.config.has_embedding_norm else x
+
+    def _embed_for_layers(self, ids: Tensor, x: Tensor) -> None:
+        """Make the embeddings of tokens that each layer has: of a table, and a product of the others."""
+        ctx, c = self.ctx, self.config
+        shape = c.n_layer_input, c.n_layer, ids.ne[0]
+        own = ctx.reshape_3d(ctx.get_rows(self.weights["per_layer_token_embd.weight"], ids), *shape)
+        self.graph.build_forward_expand(own)  # first, as the table may be in host memory
+        y = ctx.scale(self.product("per_layer_model_proj", x), c.n_embd**-0.5)
+        y = self.norm("per_layer_proj_norm", ctx.reshape_3d(y, *shape), *shape[1::-1])
+        y = ctx.scale(ctx.add(y, ctx.scale(own, c.n_layer_input**0.5)), 2**-0.5)
+        self.label("per_layer_inputs", y, *shape[1::-1])
 
     def norm(self, name: str, x: Tensor, *row: int) -> Tensor:
         """Return a norm of the model's kind, times its weight, and with its bias, if there is one."""

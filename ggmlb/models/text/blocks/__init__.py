@@ -23,13 +23,14 @@ from ggmlb.models.text.blocks.feed_forward import (
     shared_mixtures,
 )
 from ggmlb.models.text.blocks.latent import LatentAttention
-from ggmlb.models.text.blocks.layer import NONE, POST, Layer, Residual, decoder_layers
+from ggmlb.models.text.blocks.layer import NONE, POST, PRE, Layer, Residual, decoder_layers
 from ggmlb.models.text.blocks.mamba import Mamba, Mamba2
 from ggmlb.models.text.blocks.rwkv import ChannelMix, TimeMix
 
 __all__ = [
     "NONE",
     "POST",
+    "PRE",
     "Attention",
     "Block",
     "ChannelMix",

@@ -22,7 +22,11 @@ FREQ_BASE, MIN_BASE = 10000.0, 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Parameters of RoPE; names as in `Context.rope_ext`."""
+    """Parameters of RoPE; names as in `Context.rope_ext`.
+
+    Attributes:
+        has_factors: Whether the factors of frequencies that the file may have apply.
+    """
 
     n_dims: int
     mode: RopeType
@@ -33,6 +37,7 @@ class Rope:
     attn_factor: float
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    has_factors: bool = True
 
     @classmethod
     def read(cls, keys: Keys, mode: RopeType, n_key: int) -> Rope:
@@ -84,6 +89,7 @@ class Attention(Block):
             multiplies the head's output.
         temperature: Factor and period [tokens] of the scale of queries by position:
             `1 + factor * log(1 + position // period)`; `None`: it is 1.
+        has_values: Whether values have a projection of their own; else they are the projected keys.
     """
 
     output = "attn_out"
@@ -102,6 +108,7 @@ class Attention(Block):
     is_fused: bool = False
     is_gated: bool = False
     temperature: tuple[float, int] | None = None
+    has_values: bool = True
 
     @property
     def n_query(self) -> int:
@@ -112,6 +119,10 @@ class Attention(Block):
     def memory(self) -> Mapping[str, int]:
         """Elements that each token has in the KV cache, by the name of the cache's tensor."""
         return {"cache_k": self.n_key * self.n_head_kv, "cache_v": self.n_value * self.n_head_kv}
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose keys and values this layer attends to: itself."""
+        return layer
 
     def slices(self, axis: int, *sizes: int) -> Slices | None:
         """Return how devices split a tensor, given its elements of each KV head; `None`: not at all."""
@@ -124,7 +135,8 @@ class Attention(Block):
         if self.is_fused:
             parts: dict[str, tuple[int, ...]] = {"attn_qkv": sizes}
         else:
-            parts = {f"attn_{part}": (size,) for part, size in zip("qkv", sizes, strict=True)}
+            names = "qkv" if self.has_values else "qk"
+            parts = {f"attn_{part}": (size,) for part, size in zip(names, sizes, strict=False)}
         mixed = n_q * self.n_value
         found = [
             Weight("attn_output.weight", (n_embd, mixed * self.n_head_kv), "product", self.slices(0, mixed)),
@@ -161,11 +173,24 @@ class Attention(Block):
             query = graph.ctx.mul(query, graph.temperature(*self.temperature))
         graph.label(at + "attn_q_rope", query, self.n_head, self.n_key)
         graph.label(at + "attn_k_rope", key, self.n_head_kv, self.n_key)
+        return self._mixed(graph, layer, query, key, value, gate)
+
+    def _mixed(
+        self,
+        graph: LayersGraph,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        gate: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output product of what the heads take of the values."""
+        at = f"blk.{layer}."
         mixed = graph.attend(self, layer, query, key, value)
         graph.label(at + "attn_heads", mixed, self.n_head, self.n_value)
         if gate is not None:
             mixed = graph.ctx.mul(mixed, graph.ctx.sigmoid(graph.ctx.cont(gate)))
-        seen = graph.ctx.reshape_2d(mixed, self.n_value * self.n_head, x.ne[1])
+        seen = graph.ctx.reshape_2d(mixed, self.n_value * self.n_head, query.ne[2])
         return graph.product(at + "attn_output", graph.outputs_of(layer, seen))
 
     def sinks(self, weights: Mapping[str, Tensor], layer: int) -> Tensor | None:
@@ -177,10 +202,11 @@ class Attention(Block):
         ctx, n = graph.ctx, x.ne[1]
         sizes = ((self.n_query, self.n_head), (self.n_key, self.n_head_kv), (self.n_value, self.n_head_kv))
         if not self.is_fused:
-            rows = [graph.product(f"{at}attn_{part}", x) for part in "qkv"]
+            rows = [graph.product(f"{at}attn_{part}", x) for part in ("qkv" if self.has_values else "qk")]
+            rows.append(rows[-1])
             if self.norms == "row":
                 rows[:2] = (graph.norm(f"{at}attn_{p}_norm", y) for p, y in zip("qk", rows, strict=False))
-            q, k, v = (ctx.reshape_3d(y, *size, n) for y, size in zip(rows, sizes, strict=True))
+            q, k, v = (ctx.reshape_3d(y, *size, n) for y, size in zip(rows, sizes, strict=False))
             return q, k, v
         fused = graph.product(at + "attn_qkv", x)
         row, element = fused.nb[1], fused.nb[0]

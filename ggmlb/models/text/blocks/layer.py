@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=Block)
 
+SCALE = "layer_output_scale.weight"
+"""The factor of a layer's output."""
+
 
 @dataclass(frozen=True)
 class Residual:
@@ -51,21 +54,29 @@ class Residual:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: residual steps, one after the other."""
+    """A layer: residual steps, one after the other.
+
+    Attributes:
+        steps: The steps.
+        has_scale: Whether the file may have a factor of the layer's output.
+    """
 
     steps: tuple[Residual, ...]
+    has_scale: bool = False
 
     def weights(self, n_embd: int) -> Sequence[Weight]:
-        """Return the weights of the norms and blocks of the layer."""
-        return [weight for step in self.steps for weight in step.weights(n_embd)]
+        """Return the weights of the norms and blocks of the layer, and its factor."""
+        scale = [Weight(SCALE, (1,), is_optional=True)] if self.has_scale else []
+        return [*(weight for step in self.steps for weight in step.weights(n_embd)), *scale]
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """Add the nodes of the layer to a graph; return the hidden states after it."""
         for i, step in enumerate(self.steps):
             x = step.apply(graph, layer, x)
-            if i < len(self.steps) - 1:
+            if not i and len(self.steps) > 1:
                 graph.label(f"blk.{layer}.ffn_inp", x)
-        return x
+        scale = graph.weights.get(f"blk.{layer}.{SCALE}")
+        return x if scale is None else graph.ctx.mul(x, scale)
 
     def blocks(self) -> Iterator[Block]:
         """Yield all blocks."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ggmlb import Tensor
-from ggmlb.core.errors import ArgumentError
 from ggmlb.models.text.blocks.block import Recurrent, Weight, norm_weights
 
 if TYPE_CHECKING:
@@ -143,15 +142,10 @@ class TimeMix(Recurrent):
     def _mixed_value(self, graph: LayersGraph, at: str, value: Tensor, x: Tensor) -> Tensor:
         """Return values, mixed with those of the first layer."""
         ctx = graph.ctx
-        first = graph.named.get("blk.0.time_mix_value")
-        if first is None:  # hidden states of another model were given
-            raise ArgumentError(
-                f"the layers of {graph.config.name} read the values of the first one, so that none can be "
-                "computed from hidden states alone: compare the models with max_tokens=0"
-            )
+        first = graph.earlier("blk.0.time_mix_value")
         share = graph.product(at + "v2", graph.product(at + "v1", x))
         share = ctx.sigmoid(ctx.add(share, graph.weights[at + "v0.weight"]))
-        return ctx.add(value, ctx.mul(ctx.sub(first.tensor, value), share))
+        return ctx.add(value, ctx.mul(ctx.sub(first, value), share))
 
 
 @dataclass(frozen=True)
