@@ -81,6 +81,21 @@ def test_as_many_of_the_last_layers_as_have_room(models: Callable[..., Path], ki
         assert (found.table.total(CARD), most) == sizes[n, output]
 
 
+@pytest.mark.parametrize("kind", ["falcon-h1", "lfm2"])
+def test_keys_and_states_count_where_they_are(models: Callable[..., Path], kind: str) -> None:
+    """An override of keys alone leaves states with their layers, and the reverse."""
+    sizes = {}
+    for moved in ("", "cache_", "state_", "cache_|state_"):
+        asked = Placement([CARD, "CPU"], overrides={moved: "CPU"} if moved else {})
+        with ExitStack() as resources:
+            base = open_planner(resources, models(kind), asked, 256)._sizes().base
+        sizes[moved] = np.array([base[i, CARD] for i in range(N_LAYER)])
+    keys, states = sizes[""] - sizes["cache_"], sizes[""] - sizes["state_"]
+    assert [bool(n) for n in keys] == [kind == "falcon-h1" or i % 2 == 1 for i in range(N_LAYER)]
+    assert [bool(n) for n in states] == [kind == "falcon-h1" or i % 2 == 0 for i in range(N_LAYER)]
+    assert np.array_equal(sizes[""] - keys - states, sizes["cache_|state_"])
+
+
 def test_a_card_too_small_for_the_output_takes_layers(models: Callable[..., Path]) -> None:
     path = models("gemma3", "q8_0")
     _, found = planned(path, {}, layers={CARD: "3-4", "CPU": "output"})

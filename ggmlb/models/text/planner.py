@@ -24,7 +24,14 @@ from ggmlb.models.text.decoder import N_BATCH
 from ggmlb.models.text.layout import ModelLayout
 from ggmlb.models.text.loaded_model import LoadedModel
 from ggmlb.models.text.memory import SequenceMemory
-from ggmlb.models.text.placement import KV_NAMES, Placement, ResolvedPlacement, is_expert
+from ggmlb.models.text.placement import (
+    CACHE_NAMES,
+    KV_NAMES,
+    STATE_NAMES,
+    Placement,
+    ResolvedPlacement,
+    is_expert,
+)
 from ggmlb.models.text.shards import Shards
 from ggmlb.models.text.state_cache import n_slots
 from ggmlb.models.weights import Source, Weights
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
 
     from ggmlb import Device
     from ggmlb.models.rates import Rates
+    from ggmlb.models.text.blocks import Attention
 
 MOST_CTX = 1 << 26
 """Largest context size [tokens]: more than models are trained for."""
@@ -390,11 +398,15 @@ class Planner:
                         if key not in known:
                             known[key] = self._weight(sources, backend)
                         sizes[i, name] = known[key]
-                    if self.asked.kv_override(i) is None:
-                        key = self.config.attentions[i], tuple(self.config.states[i].items())
-                        if key not in of_memory:
-                            of_memory[key] = self._kv_size(i, backend)
-                        found.base[i, name] += of_memory[key]
+                    for names, attention, states in (
+                        (CACHE_NAMES, self.config.attentions[i], ()),
+                        (STATE_NAMES, None, tuple(self.config.states[i].items())),
+                    ):
+                        if self.asked.kv_override(i, names) is None:
+                            key = attention, states
+                            if key not in of_memory:
+                                of_memory[key] = self._memory_size(attention, states, backend)
+                            found.base[i, name] += of_memory[key]
         return found
 
     def _key(self, sources: Mapping[str, Source]) -> tuple[object, ...]:
@@ -412,13 +424,15 @@ class Planner:
         finally:
             weights.free()
 
-    def _kv_size(self, layer: int, backend: Backend) -> int:
+    def _memory_size(
+        self, attention: Attention | None, states: Sequence[tuple[str, int]], backend: Backend
+    ) -> int:
         """The size of a layer's KV cache and recurrent states [bytes]."""
         config, params = self.config, self.params
         with ExitStack() as resources:
             memory = SequenceMemory(
-                [config.attentions[layer]],
-                [config.states[layer]],
+                [attention],
+                [dict(states)],
                 [backend],
                 [backend],
                 params.n_ctx,
