@@ -14,6 +14,7 @@ import ggmlb
 from ggmlb import ArgumentError, FreedError, ModelError
 from ggmlb.models import Options, Placement, TextModel
 from ggmlb.models.runs import Runs
+from ggmlb.models.text.generation import n_equal
 from tests.support.text_models import KINDS, N_VOCAB, write_text_model
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(20))]
@@ -319,6 +320,54 @@ def test_recurrent_sequences_share_slots(models: Callable[..., Path], kind: str)
         assert more[2].tokens == []
         more[0].close()
         assert more[2].generate(PROMPT[:4], options).tokens == model_alone(models(kind), PROMPT[:4], options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [("mamba", "CPU"), ("rwkv7", "LLVM"), ("falcon-h1", "OpenCL0"), ("lfm2", "CPU+OpenCL0")],
+)
+def test_states_return_to_the_end_of_an_earlier_prompt(
+    models: Callable[..., Path], kind: str, device: str
+) -> None:
+    """As if a chat's next prompt lacks the end of the last one, and what was generated after it."""
+    prompt = (PROMPT * 3)[:40]
+    options = Options(max_tokens=5, temperature=0, ignore_eos=True)
+    turns = [prompt, [*prompt[:36], *PROMPT[::-1][:14]], [*prompt[:33], 7, 8, 9], [*prompt[:20], 7, 8, 9]]
+    if not {*device.split("+")} <= {*DEVICES, "CPU"}:
+        pytest.skip(f"not here: {device}")
+    with TextModel(models(kind), list(dict.fromkeys([device, "CPU"])), n_ctx=512) as model:
+        alone = [model.generate(turn, options).tokens for turn in turns]
+        memory = model._loaded.memory
+        assert memory.slots is not None
+        with model.session() as session:
+            kept = []
+            for turn, expected in zip(turns, alone, strict=True):
+                kept.append(memory.reachable(session._sequence, n_equal(session.tokens, turn, len(turn) - 1)))
+                assert session.generate(turn, options).tokens == expected
+            assert kept == [0, 32, 32, 0], "the mark of the first prompt, of 40, serves twice"
+        assert not memory.slots._marks, "marks end with their sequence"
+        with model.queue() as queue:
+            jobs = []
+            for turn, expected in zip(turns, alone, strict=True):
+                jobs.append(queue.submit(turn, options))
+                assert jobs[-1].wait(60).tokens == expected
+            assert [job.n_reused for job in jobs] == [0, 32, 32, 0]
+
+
+def test_the_oldest_mark_makes_room(models: Callable[..., Path]) -> None:
+    options = Options(max_tokens=1, temperature=0)
+    with TextModel(models("mamba"), ["CPU"], n_ctx=1024) as model:
+        slots = model._loaded.memory.slots
+        assert slots is not None
+        sessions = [model.session() for _ in range(6)]
+        for session in sessions:
+            session.generate((PROMPT * 3)[:40], options)
+        assert [slots.reachable(s._sequence, 39) for s in sessions] == [0, 0, 32, 32, 32, 32]
+        sessions[3].close()
+        assert [slots.reachable(s._sequence, 39) for s in sessions] == [0, 0, 32, 0, 32, 32]
+        model.logits(PROMPT)
+        model.generate(PROMPT[:20], options)  # too short for a mark
+        assert len(slots._marks) == 3
 
 
 def model_alone(path: Path, prompt: list[int], options: Options) -> list[int]:

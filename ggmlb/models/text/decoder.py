@@ -63,6 +63,10 @@ Traced = Mapping[str, list[Array]]
 """Lists to which values of nodes are appended, by name."""
 
 
+N_TAIL = 8
+"""Tokens of a prompt after its states are marked."""
+
+
 class Token(NamedTuple):
     """A token of a batch, with its sequence and position.
 
@@ -85,10 +89,12 @@ class BatchStep(NamedTuple):
     Attributes:
         places: Their indices in the batch, one sequence after the other.
         sequences: If layers are recurrent: the sequences, each of which has the same number of tokens.
+        marked: Sequences whose states are marked before the step.
     """
 
     places: npt.NDArray[np.int64]
     sequences: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
 
 
 class Decoder:
@@ -348,8 +354,10 @@ class Decoder:
         row_of = np.cumsum(wants) - 1
         found = np.empty((int(wants.sum()), getattr(self._config, WIDTHS[output])), np.float32)
         try:
-            for step in self._steps(sequences):
+            for step in self._steps(sequences, wants):
                 part = step.places
+                if memory.slots:
+                    memory.slots.mark(step.marked)
                 chosen = np.flatnonzero(wants[part]).astype(np.int32)
                 tokens = ids[part], sequences[part], positions[part], cells[part]
                 graph = self._graph(*tokens, step.sequences, chosen, n_kv, weighed)
@@ -373,8 +381,11 @@ class Decoder:
             raise
         return found
 
-    def _steps(self, sequences: npt.NDArray[np.int32]) -> Iterator[BatchStep]:
-        """Yield the steps of a batch, given the sequence of each token."""
+    def _steps(self, sequences: npt.NDArray[np.int32], wants: npt.NDArray[np.bool_]) -> Iterator[BatchStep]:
+        """Yield the steps of a batch, given the sequence of each token, and whether it has outputs.
+
+        States are marked before the last tokens of a prompt: those of a chat's next prompt often differ.
+        """
         n, start = len(sequences), 0
         if self._memory.slots is None:
             while start < n:
@@ -385,12 +396,18 @@ class Decoder:
         left: dict[int, list[int]] = defaultdict(list)
         for i, sequence in enumerate(sequences.tolist()):
             left[sequence].append(i)
-        while left:
-            most = min(max(map(len, left.values())), self._n_ubatch or n)
-            n_tokens = 1 << (most.bit_length() - 1)
-            step = {s: places[:n_tokens] for s, places in left.items() if len(places) >= n_tokens}
-            left = {s: rest for s, p in left.items() if (rest := p[n_tokens:] if s in step else p)}
-            yield BatchStep(np.array([i for places in step.values() for i in places]), tuple(step))
+        prompts = {s: p for s, p in left.items() if len(p) > 1 and wants[p[-1]] and wants[p].sum() == 1}
+        ends = {s: p[-N_TAIL:] for s, p in prompts.items()}
+        starts = {s: rest for s, p in left.items() if (rest := p[:-N_TAIL] if s in ends else p)}
+        for part, marked in ((starts, ()), (ends, (*ends,))):
+            while part:
+                most = min(max(map(len, part.values())), self._n_ubatch or n)
+                n_tokens = 1 << (most.bit_length() - 1)
+                step = {s: places[:n_tokens] for s, places in part.items() if len(places) >= n_tokens}
+                part = {s: rest for s, p in part.items() if (rest := p[n_tokens:] if s in step else p)}
+                places = np.array([i for places in step.values() for i in places])
+                yield BatchStep(places, tuple(step), marked)
+                marked = ()
 
     def _fail(self, cells: npt.NDArray[np.int64] | None = None, sequences: Collection[int] = ()) -> None:
         """Remove what the queued steps wrote, and a failed batch, of which `cells` and `sequences` are given.

@@ -92,6 +92,11 @@ class SequenceMemory:
         """Return the number of a sequence's tokens."""
         return min(part.length(sequence) for part in self.parts)
 
+    def reachable(self, sequence: int, most: int) -> int:
+        """Return how many of the first `most` tokens of a sequence another one can begin with."""
+        most = min(most, self.length(sequence))
+        return most if self.slots is None else self.slots.reachable(sequence, most)
+
     def advance(self, sequences: Sequence[int], n: int) -> None:
         """Count `n` tokens, as many of each of the sequences, as included in their recurrent states."""
         if self.slots is not None:
@@ -105,7 +110,7 @@ class SequenceMemory:
     def remove(self, sequence: int, start: int = 0) -> int:
         """Remove a sequence's tokens from position `start` on; return the number of tokens that remain.
 
-        Recurrent states cannot be restored, so that with them none remain unless `start` is the end.
+        With recurrent states, as many remain as present or marked ones (`StateCache.mark`) include.
         """
         for part in reversed(self.parts):  # states first: they decide
             start = part.remove(sequence, start)
@@ -116,16 +121,12 @@ class SequenceMemory:
     def copy(self, source: int, target: int, n: int) -> int:
         """Copy the first `n` tokens of a sequence into an empty one; return how many are copied.
 
-        They are fewer if a failed batch removed some. Recurrent states are those after all tokens, so that
-        only whole sequences are copied with them.
+        They are fewer if a failed batch removed some, or recurrent states include no more.
 
         Raises:
             AllocationError: Too little is free.
         """
-        n_there = self.length(source)
-        if self.slots is not None and n != n_there:
-            return 0
-        n = min(n, n_there)
+        n = self.reachable(source, n)
         state: dict[str, npt.NDArray[Any]] = {"positions": np.arange(n, dtype=np.int32)}
         for part in self.parts:
             state |= part.save(source, n)

@@ -272,15 +272,14 @@ class JobQueue:
     def _best_source(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the length of the longest prefix of a prompt that a sequence has, and the sequence.
 
-        Recurrent states are those after the last token: with them, only whole finished sequences count.
+        With recurrent states, only finished sequences count, up to their present or marked states.
         """
-        is_recurrent = self._engine.memory.slots is not None
-        running = [] if is_recurrent else [(job.request.sequence, job.request.tokens) for job in self._active]
-        found = [
-            (n, number)
-            for number, theirs in self._kept + running
-            if (n := n_equal(tokens, theirs, len(tokens) - 1)) == len(theirs) or not is_recurrent
-        ]
+        memory, most = self._engine.memory, len(tokens) - 1
+        if memory.slots is not None:
+            found = [(memory.reachable(s, n_equal(tokens, theirs, most)), s) for s, theirs in self._kept]
+        else:
+            running = [(job.request.sequence, job.request.tokens) for job in self._active]
+            found = [(n_equal(tokens, theirs, most), s) for s, theirs in self._kept + running]
         return max(found, default=(0, -1))
 
     def _reuse(self, request: Request, source: int, length: int, is_running: bool) -> int:

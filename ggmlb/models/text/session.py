@@ -40,9 +40,9 @@ class Session:
     """Generation that reuses its KV cache: only tokens after the common prefix are computed.
 
     Made by `TextModel.session`; a context manager, which closes it. Logits differ from those of
-    `TextModel.generate` by rounding only. With recurrent layers it continues only if the prompt starts with
-    all cached tokens and has more; otherwise it computes the whole prompt. Use of a session by a callback or
-    another thread while it generates is a GraphError.
+    `TextModel.generate` by rounding only. With recurrent layers it continues from the states after all cached
+    tokens, or from those of an earlier prompt, 8 tokens before its end, if the prompt starts with these
+    tokens and has more. Use of a session by a callback or another thread while it generates is a GraphError.
 
     Attributes:
         tokens: Tokens in the KV cache, or in the recurrent states.

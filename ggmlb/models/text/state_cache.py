@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
-from ggmlb import Backend, DType, Tensor
+from ggmlb import Backend, Context, DType, Tensor
 from ggmlb.core.errors import AllocationError
 from ggmlb.models.text.kv_cache import MemoryPart
 
 N_SLOTS, LEAST_SLOTS, SLOTS_NBYTES = 16, 4, 1 << 29
 """Most sequences whose states fit at once, the fewest, and the bytes that more than these may take."""
+
+
+MIN_MARKED, LEAST_MARKS = 16, 2
+"""Fewest tokens of a marked state; fewest marks, of a quarter as many as slots."""
 
 
 def n_slots(states: Sequence[Mapping[str, int]]) -> int:
@@ -24,8 +28,9 @@ def n_slots(states: Sequence[Mapping[str, int]]) -> int:
 class StateCache(MemoryPart):
     """The states of each recurrent layer after the last token of each sequence.
 
-    A sequence gets a slot with its first token, whose states are set to 0 then. Earlier states cannot be
-    restored: a sequence's tokens are kept or removed as a whole.
+    A sequence gets a slot with its first token, whose states are set to 0 then. Of earlier states only marked
+    ones can be restored: `remove` keeps as many tokens as these include. Marks have slots of their own, after
+    the last; a new one replaces the oldest.
 
     Args:
         states: Elements of each state of a sequence, by name, in each layer.
@@ -45,9 +50,12 @@ class StateCache(MemoryPart):
     def __init__(
         self, states: Sequence[Mapping[str, int]], homes: Sequence[Backend], n_cells: int, n_slots: int
     ) -> None:
-        kinds = [{name: (n, n_slots + 1) for name, n in of_layer.items()} for of_layer in states]
+        n_marks = max(LEAST_MARKS, n_slots // 4)
+        kinds = [{name: (n, n_slots + 1 + n_marks) for name, n in of_layer.items()} for of_layer in states]
         super().__init__(homes, n_cells, DType.F32, kinds)
         self.spare = n_slots
+        self._free = list(range(n_slots + 1, n_slots + 1 + n_marks))
+        self._marks: dict[tuple[int, int], int] = {}  # slots by sequence and length, oldest first
         self._slots: dict[int, int] = {}
         self._lengths: dict[int, int] = {}
 
@@ -85,20 +93,51 @@ class StateCache(MemoryPart):
         """Count `n` more tokens of a sequence as included in its states."""
         self._lengths[sequence] = self.length(sequence) + n
 
+    def mark(self, sequences: Iterable[int]) -> None:
+        """Keep copies of the present states of sequences, to which `remove` may return."""
+        for key in ((sequence, self.length(sequence)) for sequence in sequences):
+            if key not in self._marks and key[1] >= MIN_MARKED:
+                if not self._free:
+                    self._unmark(next(iter(self._marks)))
+                self._copy(self._slots[key[0]], self._free[-1])
+                self._marks[key] = self._free.pop()
+
+    def _unmark(self, key: tuple[int, int]) -> None:
+        self._free.append(self._marks.pop(key))
+
+    def _copy(self, source: int, target: int) -> None:
+        """Copy the states in a slot to another, on their devices."""
+        self.before_access()
+        ctx = Context()
+        for t in self._all:
+            rows = (ctx.view_1d(t, t.ne[0], slot * t.nb[1]) for slot in (source, target))
+            next(rows).copy_to(next(rows))
+
+    def reachable(self, sequence: int, most: int) -> int:
+        """Return how many tokens, at most `most`, present or marked states of a sequence include."""
+        lengths = [n for s, n in (*self._lengths.items(), *self._marks) if s == sequence and n <= most]
+        return max(lengths, default=0)
+
     def remove(self, sequence: int, start: int = 0) -> int:
-        """Remove a whole sequence if longer than `start` (states cannot rewind); return its new length."""
-        n = self.length(sequence)
-        if 0 < n <= start:
-            return n
-        self._slots.pop(sequence, None)
-        self._lengths.pop(sequence, None)
-        return 0
+        """Return to the last states of at most `start` tokens; return their length, 0 if there are none."""
+        n = self.reachable(sequence, start)
+        for key in [key for key in self._marks if key[0] == sequence and key[1] > n]:
+            self._unmark(key)
+        if not n:
+            self._slots.pop(sequence, None)
+            self._lengths.pop(sequence, None)
+        elif n != self.length(sequence):
+            self._copy(self._marks[sequence, n], self._slots[sequence])
+            self._lengths[sequence] = n
+        return n
 
     # -- state ---------------------------------------------------------------------------------
 
     def save(self, sequence: int, n: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """Return a sequence's states by tensor name, as bytes."""
+        """Return a sequence's states by tensor name, as bytes; `n`: the length of marked ones."""
         slot = self._slots.get(sequence, self.spare)
+        if n is not None and n != self.length(sequence):
+            slot = self._marks[sequence, n]
         self.before_access()
         return {tensor.name: tensor.get(slot * tensor.nb[1], tensor.nb[1]) for tensor in self._all}
 
