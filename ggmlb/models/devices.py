@@ -174,9 +174,10 @@ def split_rows(device: Device, shares: Mapping[str, float] | None = None) -> Buf
     Raises:
         ArgumentError: The backend cannot split rows.
     """
-    split: Callable[..., BufferType] | None = device.reg.get_proc_address("split_buffer_type")
-    if split is None:
-        raise ArgumentError(f"{device.name}{SPLIT}: {device.reg.name} cannot split rows; name a device")
+    split: Callable[..., BufferType | None] | None = device.reg.get_proc_address("split_buffer_type")
     devices = device.reg.devices
     given = None if shares is None else [shares.get(each.name, 0.0) for each in devices]
-    return split(devices.index(device), given)
+    found = None if split is None else split(devices.index(device), given)
+    if found is None:
+        raise ArgumentError(f"{device.name}{SPLIT}: {device.reg.name} cannot split rows; name a device")
+    return found

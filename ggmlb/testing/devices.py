@@ -85,6 +85,5 @@ def weight_memories(device: Device) -> list[BufferType]:
     reg = device.reg
     extra, split = reg.get_proc_address("dev_get_extra_bufts"), reg.get_proc_address("split_buffer_type")
     found = list(extra(device)) if extra is not None else []
-    if split is not None:
-        found.append(split(list(reg.devices).index(device)))
-    return found
+    rows = None if split is None else split(list(reg.devices).index(device))
+    return found if rows is None else [*found, rows]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ggmlb.core.arguments import checked
@@ -81,7 +81,13 @@ class GgmlReg(BackendReg):
         return tuple(devices)
 
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
+        from ggmlb.backends.ggml import collectives
+
         return {
+            "split_buffer_type": partial(collectives.split_buffer_type, self),
+            "comm_init": collectives.comm_init,
+            "comm_free": collectives.comm_free,
+            "comm_allreduce_tensor": collectives.comm_allreduce_tensor,
             "set_n_threads": set_n_threads,
             "set_abort_callback": set_abort_callback,
             "dev_get_extra_bufts": dev_get_extra_bufts,

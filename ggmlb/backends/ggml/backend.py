@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import c_int, c_void_p
 from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
@@ -97,6 +98,13 @@ class GgmlBackend(Backend):
         with self._lock:
             set_n_threads(self.handle, n)
         self.n_threads = n
+
+    @contextmanager
+    def holding(self, memory: object) -> Iterator[None]:
+        """Keep other threads from the C backend, and `memory` for what is queued there until it is done."""
+        with self._lock:
+            self._held.append(memory)
+            yield
 
     # -- graphs --------------------------------------------------------------------------------
 

@@ -80,6 +80,11 @@ class GgmlDevice(Device):
         return DeviceType.ACCEL if kind is DeviceType.CPU else kind
 
     @property
+    def backend_name(self) -> str:
+        """Name of ggml's backend that has the device, such as `CUDA`."""
+        return str(self._facts["backend"])
+
+    @property
     def is_cpu(self) -> bool:
         """Whether this is ggml's CPU, which computes in any host memory."""
         return bool(self._facts["is_host"])
@@ -111,7 +116,7 @@ class GgmlDevice(Device):
     @property
     def features(self) -> Sequence[tuple[str, str]]:
         """Build options of the device's backend, after its name: `("CPU_AVX2", "1")`."""
-        return [(f"{self._facts['backend']}_{name}", value) for name, value in self._facts["features"]]
+        return [(f"{self.backend_name}_{name}", value) for name, value in self._facts["features"]]
 
     @property
     def reg(self) -> BackendReg:
