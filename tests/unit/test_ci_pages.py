@@ -62,7 +62,7 @@ def status(place: Path, lines: list[str], card: str, **more: str) -> int:
     env = {
         **os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
         "NOTES": str(place / "notes"), "CARD": card, "GITHUB_STEP_SUMMARY": str(place / "summary.md"),
-        "GGMLB": "somewhere", **more,
+        "GITHUB_OUTPUT": str(place / "outputs"), "GGMLB": "somewhere", **more,
     }  # fmt: skip
     script = "set -eo pipefail\n" + "\n".join(lines)
     done = subprocess.run(["bash", "-c", script], cwd=place, env=env, capture_output=True, text=True)
@@ -165,6 +165,30 @@ def test_the_action_installs_a_backend_and_a_wheel(place: Path) -> None:
         "-m pip install ggmlb.whl",
         "-m pip install . other",
     ]
+
+
+def test_the_cache_of_several_devices_has_a_key_without_commas(place: Path) -> None:
+    """GitHub's cache refuses other keys, and the job fails."""
+    steps = YAML(typ="safe").load(ACTION)["runs"]["steps"]
+    (names,) = (step for step in steps if step.get("id") == "cache")
+    (cache,) = (step for step in steps if step.get("uses", "").startswith("actions/cache@"))
+    keys = set()
+    for devices in ("OpenCL0, LLVM", "OpenCL0", "ggml:CPU"):
+        (place / "outputs").write_text("")
+        assert (
+            status(
+                place,
+                [names["run"]],
+                "",
+                DEVICES=filled(names["env"]["DEVICES"], {"inputs.devices": devices}),
+            )
+            == 0
+        )
+        name, _, value = (place / "outputs").read_text().rstrip().partition("=")
+        values = {f"steps.cache.outputs.{name}": value, "runner.os": "Linux", "runner.arch": "X64"}
+        assert filled(cache["with"]["key"], {**values, "github.sha": "1"}) == f"ggmlb-Linux-X64-{value}-1"
+        keys.add(filled(cache["with"]["restore-keys"], values))
+    assert len(keys) == 3 and not any("," in key for key in keys)
 
 
 def test_a_mistyped_card_is_a_failure_everywhere(place: Path) -> None:
