@@ -132,5 +132,6 @@ def _as_json(model: TextModel, result: Generation) -> dict[str, Any]:
             "load_s": model.load_seconds,
             "prompt_tokens_per_s": result.prompt_tokens_per_second,
             "generated_tokens_per_s": result.tokens_per_second,
+            **({"draft_n": n, "draft_n_accepted": result.n_accepted} if (n := result.n_drafted) else {}),
         },
     }

@@ -116,6 +116,18 @@ UbatchOption = Annotated[
         "--ubatch", help="Tokens per step of a pipeline over devices, 1 to 512 (default: no pipeline).", min=1
     ),
 ]
+DraftOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--draft",
+        "-md",
+        metavar="FILE",
+        help="Smaller model of the same vocabulary, which drafts tokens that the model verifies together.",
+    ),
+]
+DraftMaxOption = Annotated[
+    int | None, count("--draft-max", help="Maximum number of tokens of a draft (default: 3).")
+]
 LoraOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -163,6 +175,8 @@ def open_model(
     split_mode: SplitModeOption = "layer",
     fit: FitOption = True,
     lora: LoraOption = None,
+    draft: DraftOption = None,
+    draft_max: DraftMaxOption = None,
     ubatch: UbatchOption = None,
     threads: ThreadsOption = None,
     address: AddressOption = None,
@@ -187,6 +201,8 @@ def open_model(
         threads=threads,
         n_ubatch=ubatch,
         adapters=[file_and_scale(option) for option in lora or ()],
+        draft=draft,
+        n_draft=draft_max or 3,
     )
     if opened.n_ctx > (n := opened.config.n_ctx_train):
         plain.note(f"the context of {opened.n_ctx:,} tokens exceeds the {n:,} that the model was trained for")

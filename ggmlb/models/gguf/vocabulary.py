@@ -180,7 +180,9 @@ class Vocabulary:
 
     # -- text to tokens ----------------------------------------------------------------------------
 
-    def encode(self, text: str, special: bool = True, add_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, special: bool = True, add_special: bool = True, is_start: bool = True
+    ) -> list[int]:
         """Tokenize a text; `special`: recognise control tokens; `add_special`: add BOS, EOS as the file says.
 
         Args:
@@ -188,12 +190,12 @@ class Vocabulary:
             special: Whether texts of control tokens, such as `<|im_end|>`, become these tokens. `False` for
                 text of which a model must not think that it ends a turn.
             add_special: Whether the tokens begin with `bos` and end with `eos` or `sep`, if the file says so.
+            is_start: Whether no other text comes right before it: some vocabularies add a space then.
         """
         if not text.isascii():
             text = _SURROGATES.sub("\ufffd", text)
         algorithm = self._algorithm
         tokens = [self.bos] if add_special and self.adds_bos and self.bos is not None else []
-        is_start = True
         for part in self._parts(text, special):
             if isinstance(part, int):
                 tokens.append(part)

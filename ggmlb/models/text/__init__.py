@@ -3,6 +3,7 @@
 from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.architectures import register_architecture
 from ggmlb.models.text.compare import Comparison, Differences
+from ggmlb.models.text.draft import PromptLookup
 from ggmlb.models.text.generation import Generation
 from ggmlb.models.text.inside import LogitLens
 from ggmlb.models.text.model import TextModel
@@ -23,6 +24,7 @@ __all__ = [
     "Options",
     "Perplexity",
     "Placement",
+    "PromptLookup",
     "Session",
     "TextModel",
     "register_architecture",

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
+FIRST_DRAFT = 3
+"""Length of a request's first draft [tokens]."""
+
+MOST_VERIFIED = 16
+"""Most tokens of a batch with drafts: in larger ones, each token costs nearly as much as one without."""
+
 
 @dataclass(repr=False)
 class Generation:
@@ -38,6 +44,7 @@ class Generation:
             while the generation runs.
         prompt_seconds: Time until the first logits [s].
         seconds: Time from the first logits to the end [s].
+        n_drafted, n_accepted: Tokens of drafts that were verified, and those of them that were right.
     """
 
     prompt_tokens: list[int]
@@ -47,6 +54,8 @@ class Generation:
     stopped_by: str = ""
     prompt_seconds: float = 0.0
     seconds: float = 0.0
+    n_drafted: int = 0
+    n_accepted: int = 0
 
     @property
     def prompt_tokens_per_second(self) -> float:
@@ -93,6 +102,8 @@ class Request:
         result: The result so far.
         tokens: Prompt and generated tokens.
         n_done: Number of tokens in the cache.
+        ends: As given.
+        n_draft: Length of its next draft: longer after drafts that were right.
         error: The error that ended the generation; `None` if there is none.
     """
 
@@ -117,7 +128,9 @@ class Request:
         self.error: Exception | None = None
         self._full_by = full_by
         self._sampler = Sampler(options, grammar)
-        self._ends = ends
+        self.guesser = self._sampler.guesser
+        self.ends = ends
+        self.n_draft = FIRST_DRAFT
         self._detokenizer = detokenizer
         self._unread: list[int] = []
         self._held = ""
@@ -129,8 +142,11 @@ class Request:
         """Whether the generation has ended."""
         return bool(self.result.stopped_by)
 
-    def next_tokens(self, n_most: int) -> list[Token]:
-        """Return at most `n_most` tokens to compute next; only the sequence's newest token needs logits."""
+    def next_tokens(self, n_most: int, draft: Sequence[int] = ()) -> list[Token]:
+        """Return at most `n_most` tokens to compute next, and a draft of those after the newest one.
+
+        Only the sequence's newest token and the draft need logits.
+        """
         if not self._times[0]:
             self._times[0] = perf_counter()
         end = min(len(self.tokens), self.n_done + n_most)
@@ -138,7 +154,8 @@ class Request:
             Token(self.tokens[i], self.sequence, i, i == len(self.tokens) - 1)
             for i in range(self.n_done, end)
         ]
-        self.n_done = end
+        found += [Token(token, self.sequence, i, True) for i, token in enumerate(draft, end)]
+        self.n_done = end + len(draft)
         return found
 
     def accept(self, logits: Floats) -> None:
@@ -151,7 +168,7 @@ class Request:
             self.end(self._full_by)
             return
         token = self._sampler(logits, self.tokens)
-        if token in self._ends:
+        if token in self.ends:
             self.end("end")
             return
         if options.logprobs:
@@ -163,6 +180,25 @@ class Request:
             self._read()
         if not self.is_done and len(result.tokens) >= options.max_tokens:
             self.end(self._full_by)
+
+    def verify(self, draft: Sequence[int], rows: Floats) -> bool:
+        """Accept tokens while they are those of a draft; return whether all of it was right.
+
+        Args:
+            draft: Tokens that were computed after the newest one.
+            rows: Logits of the newest token and of the draft.
+        """
+        first = len(self.tokens)
+        for row, guess in zip(rows, (*draft, -1), strict=True):
+            self.accept(row)
+            if self.is_done or self.tokens[-1] != guess:
+                break
+        n = n_equal(draft, self.tokens[first:], len(draft))
+        self.n_done = first + n
+        self.n_draft = 2 * n + 1 if n == len(draft) else max(n, len(draft) // 2, 1)
+        self.result.n_drafted += len(draft)
+        self.result.n_accepted += n
+        return n == len(draft)
 
     def take(self) -> str:
         """Return the text since the last call, without an end that may be the beginning of a stop text."""
@@ -220,6 +256,8 @@ class Engine:
         decoder: Computes batches.
         memory: The KV cache, recurrent states, or both.
         not_finite: Returns the ModelError for tokens whose last outputs are NaN or infinite.
+        drafts: Drafts tokens of requests, given the most for each; `None`: nothing is drafted.
+        n_draft: Most tokens of a draft.
 
     Attributes:
         decoder: As given.
@@ -232,11 +270,15 @@ class Engine:
         decoder: Decoder,
         memory: SequenceMemory,
         not_finite: Callable[[Sequence[int]], ModelError],
+        drafts: Callable[[Sequence[Request], Sequence[int]], list[list[int]]] | None = None,
+        n_draft: int = 0,
     ) -> None:
         self.decoder = decoder
         self.memory = memory
         self.lock = decoder.changes.lock
         self._not_finite = not_finite
+        self._drafts = drafts
+        self.n_draft = n_draft if drafts is not None else 0
         self._running: dict[int, Request] = {}
         self._n_sequences = 0
 
@@ -323,29 +365,68 @@ class Engine:
     def step(self, active: Sequence[Request]) -> list[Request]:
         """Compute one batch; return the requests that have one more token, or are done."""
         batch: list[Token] = []
-        asking: list[Request] = []
+        asking: list[tuple[Request, list[int]]] = []
         others: list[Request] = []
         with self.lock:
+            drafts = self._drafts_of(active) if self.n_draft else {}
             # Running requests come before prompts.
             for request in sorted(active, key=_n_left) if len(active) > 1 else active:
-                tokens = request.next_tokens(N_BATCH - len(batch))
+                draft = drafts.get(request.sequence, [])
+                tokens = request.next_tokens(N_BATCH - len(batch), draft)
                 batch += tokens
-                (asking if tokens and tokens[-1].wants_logits else others).append(request)
+                if tokens and tokens[-1].wants_logits:
+                    asking.append((request, draft))
+                else:
+                    others.append(request)
             rows = self.decoder.decode(batch, is_view=True)
-            failed = [i for i, row in enumerate(rows) if not np.isfinite(row.max())]
-            has_processor = any(request.options.logits_processor for request in asking)
-            if failed or has_processor:
-                rows = rows.copy()  # `_retry` uses this model, and a processor may, also from another thread
+            ends = np.cumsum([1 + len(draft) for _, draft in asking]).tolist()
+            parts = [rows[end - len(draft) - 1 : end] for (_, draft), end in zip(asking, ends, strict=True)]
+            failed = [i for i, part in enumerate(parts) if not np.isfinite(part.max(axis=1)).all()]
+            has_processor = any(request.options.logits_processor for request, _ in asking)
+            if failed or has_processor:  # these may use this model, a processor also from another thread
+                parts = [part.copy() for part in parts]
             if failed:
-                self._retry(asking, rows, failed, others)
+                self._retry(asking, parts, failed, others)
             if not has_processor:
-                _accept(asking, rows)
-                return asking
-        _accept(asking, rows)
-        return asking
+                self._accept(asking, parts)
+        if has_processor:
+            self._accept(asking, parts)
+        return [request for request, _ in asking]
+
+    def _drafts_of(self, active: Sequence[Request]) -> dict[int, list[int]]:
+        """Return drafts of requests whose tokens are all in the cache except the newest, by sequence."""
+        most = min(self.n_draft, MOST_VERIFIED // max(len(active), 1) - 1)
+        ready, counts = [], []
+        for request in active:
+            n = min(most, request.n_draft, request.options.max_tokens - len(request.result.tokens) - 1)
+            if n > 0 and _n_left(request) == 1:
+                ready.append(request)
+                counts.append(n)
+        needs = {r.sequence: len(r.tokens) + n for r, n in zip(ready, counts, strict=True)}
+        if self._drafts is None or not ready or not self.memory.fits(needs):
+            return {}
+        return dict(zip(needs, self._drafts(ready, counts), strict=True))
+
+    def _accept(self, asking: Sequence[tuple[Request, list[int]]], parts: Sequence[Floats]) -> None:
+        """Sample tokens of requests from rows of logits; remove drafted tokens that differ from the cache."""
+        for (request, draft), rows in zip(asking, parts, strict=True):
+            if request.is_done:
+                continue
+            try:
+                if draft and not request.verify(draft, rows):
+                    with self.lock:
+                        self.memory.remove(request.sequence, request.n_done)
+                elif not draft:
+                    request.accept(rows[0])
+            except Exception as error:  # of sampling: other requests of the batch go on
+                request.fail(error)
 
     def _retry(
-        self, asking: Sequence[Request], rows: Floats, failed: Sequence[int], others: Sequence[Request]
+        self,
+        asking: list[tuple[Request, list[int]]],
+        parts: list[Floats],
+        failed: Sequence[int],
+        others: Sequence[Request],
     ) -> None:
         """Compute NaN or infinite rows again, each request alone; end those that fail again.
 
@@ -353,14 +434,14 @@ class Engine:
         others, whose outputs are not known yet, begin again too.
         """
         self.memory.note_nan()
-        for request in (*others, *(asking[i] for i in failed)):
+        for request in (*others, *(asking[i][0] for i in failed)):
             request.n_done = self.memory.remove(request.sequence)
         for i in failed:
-            request = asking[i]
+            request = asking[i][0]
             while _n_left(request):
                 found = self.decoder.decode(request.next_tokens(N_BATCH))
             if np.isfinite(found.max()):
-                rows[i] = found[0]
+                asking[i], parts[i] = (request, []), found
             else:
                 request.n_done = self.memory.remove(request.sequence)
                 request.fail(self._not_finite(request.tokens))
@@ -410,16 +491,6 @@ class Engine:
             return found
 
         return np.concatenate(list(self.parts(tokens, checked)))
-
-
-def _accept(requests: Sequence[Request], rows: Floats) -> None:
-    for request, row in zip(requests, rows, strict=True):
-        if request.is_done:
-            continue
-        try:
-            request.accept(row)
-        except Exception as error:  # of sampling: other requests of the batch go on
-            request.fail(error)
 
 
 def _n_left(request: Request) -> int:

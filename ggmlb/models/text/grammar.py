@@ -34,7 +34,7 @@ class _Tokens:
 
     def __call__(self, text: str | bytes) -> list[int]:
         known = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return self._vocabulary.encode(known, special=False, add_special=False)
+        return self._vocabulary.encode(known, special=False, add_special=False, is_start=False)
 
 
 class Grammar:

@@ -35,7 +35,8 @@ from ggmlb.models.text.compare import (
     node_differences,
     token_difference,
 )
-from ggmlb.models.text.decoder import Array, Floats
+from ggmlb.models.text.decoder import N_BATCH, Array, Floats
+from ggmlb.models.text.draft import Draft, Drafts, ModelDrafts, check_rewinds, check_vocabularies
 from ggmlb.models.text.generation import Engine, Generation, Request
 from ggmlb.models.text.inside import LogitLens, first_not_finite, lens, matching, traced
 from ggmlb.models.text.loaded_model import LoadedModel
@@ -99,9 +100,15 @@ class TextModel(ModelOnDevices):
             the next device computes the step before. By default there is no pipeline. For layers on several
             devices that compute asynchronously (CUDA, OpenCL).
         adapters: LoRA adapters to load, with their scales; see `load_adapter`.
+        draft: Drafts the next tokens, which this model verifies together: a smaller model with the same
+            vocabulary, as a file (opened on the same devices, with the same `n_ctx`) or open already; or a
+            function of the tokens so far, such as `PromptLookup()`. The text stays the same, except where
+            two tokens are equally likely but for rounding. Not for recurrent models.
+        n_draft: Most tokens of a draft; it gets shorter while drafts are wrong.
 
     Attributes:
         config: The model's sizes.
+        draft: The model or function that drafts; `None` if there is none.
         experts: The cache of experts, with its hits and misses; `None` without `Placement.expert_cache`.
         file: The GGUF file.
         placement: The device of each part.
@@ -128,6 +135,8 @@ class TextModel(ModelOnDevices):
         threads: int | None = None,
         n_ubatch: int | None = None,
         adapters: Sequence[tuple[str | PathLike[str], float]] = (),
+        draft: str | PathLike[str] | TextModel | Draft | None = None,
+        n_draft: int = 3,
     ) -> None:
         start = perf_counter()
         requested = placement or Placement()
@@ -135,8 +144,15 @@ class TextModel(ModelOnDevices):
             if requested.devices is not None:
                 raise ArgumentError("TextModel: devices are given twice; give them in the placement alone")
             requested = replace(requested, devices=devices)
+        if not 1 <= n_draft <= N_BATCH:
+            raise ArgumentError(f"n_draft is {n_draft}; give 1 to {N_BATCH}")
         files = [Path(adapter) for adapter, _ in adapters]
         with ExitStack() as resources:
+            if isinstance(draft, (str, PathLike)):  # first, so that the placement knows the memory it takes
+                names = requested.devices
+                draft = TextModel(draft, names, n_ctx=n_ctx, kv_type=kv_type, threads=threads)
+                resources.enter_context(draft)
+            self.draft = draft
             asked = open_planner(resources, model_path(path), requested, n_ctx, kv_type, n_ubatch, files)
             self._planner = planner = with_strategy(resources, asked)
             self.file, self.config, self.n_ctx = planner.file, planner.config, planner.params.n_ctx
@@ -151,11 +167,25 @@ class TextModel(ModelOnDevices):
             resources.callback(self._loaded.free)
             for adapter, scale in adapters:
                 self._loaded.load_adapter(AdapterFile(Path(adapter)), scale)
-            self._engine = Engine(self._loaded.decoder, self._loaded.memory, self._not_finite)
+            self._engine = Engine(
+                self._loaded.decoder, self._loaded.memory, self._not_finite, self._drafts(), n_draft
+            )
             self._lock = self._engine.lock
             self._resources = resources.pop_all()
         self.experts = self._loaded.experts
         self.load_seconds = perf_counter() - start
+
+    def _drafts(self) -> Drafts | ModelDrafts | None:
+        """Return what drafts tokens of requests, after checks; `None` if nothing does."""
+        draft, n_vocab = self.draft, self.config.n_vocab
+        if draft is None:
+            return None
+        check_rewinds(self.config)
+        if not isinstance(draft, TextModel):
+            return Drafts(draft, n_vocab)
+        check_rewinds(draft.config)
+        check_vocabularies(self.vocabulary, draft.vocabulary)
+        return ModelDrafts(draft._engine, n_vocab, draft.config.n_vocab)
 
     # -- facts ---------------------------------------------------------------------------------
 

@@ -221,9 +221,10 @@ class JobQueue:
         self._start()
         self._pause()
         jobs = {job.request.sequence: job for job in self._active}
+        n_before = {number: len(job.result.tokens) for number, job in jobs.items()}
         for request in self._engine.step([job.request for job in self._active]) if jobs else ():
             job = jobs[request.sequence]
-            self.n_generated += 1
+            self.n_generated += len(request.result.tokens) - n_before[request.sequence]
             if request.is_done:
                 self._leave(job)
             else:
@@ -302,7 +303,8 @@ class JobQueue:
     def _pause(self) -> None:
         """Preempt the newest jobs while the running ones do not fit the KV cache: they start again later."""
         while True:
-            needs = {job.request.sequence: len(job.request.tokens) for job in self._active}
+            n_draft = self._engine.n_draft
+            needs = {job.request.sequence: len(job.request.tokens) + n_draft for job in self._active}
             if self._make_room(needs) or len(self._active) <= 1:
                 return
             with self._changed:

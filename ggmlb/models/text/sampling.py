@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -164,6 +165,7 @@ class Sampler:
     def __init__(self, options: Options, grammar: LogitsProcessor | None = None) -> None:
         self._options = options
         self._grammar = grammar
+        self._processor = options.logits_processor
         self.surprise_limit = 2 * options.mirostat_tau
         biases = options.logit_bias or {}
         self._biased = np.fromiter(biases, np.int64, len(biases))
@@ -181,8 +183,8 @@ class Sampler:
             ArgumentError: The processor did not return the same number of logits, or all tokens are excluded.
         """
         s = self._options
-        if s.logits_processor is not None:
-            logits = _processed(s.logits_processor, logits, tokens)
+        if self._processor is not None:
+            logits = _processed(self._processor, logits, tokens)
         penalises = (s.repeat_penalty, s.frequency_penalty, s.presence_penalty) != (1, 0, 0)
         if s.logit_bias or self._grammar is not None or penalises:
             logits = logits.copy()
@@ -210,6 +212,12 @@ class Sampler:
             surprise = -float(np.log2(odds[drawn] / sums[-1]))
             self.surprise_limit -= s.mirostat_eta * (surprise - s.mirostat_tau)
         return int(ids[drawn])
+
+    def guesser(self) -> Sampler:
+        """Return a copy that guesses the next choices: without the grammar and the processor."""
+        found = copy(self)
+        found._random, found._grammar, found._processor = deepcopy(self._random), None, None
+        return found
 
     def candidates(self, logits: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return the tokens to choose from, best first, and their odds (numbers like their probabilities)."""

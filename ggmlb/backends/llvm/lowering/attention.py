@@ -12,7 +12,7 @@ from ggmlb.backends.llvm.lowering.context import LEAST_WORK, READ, RULES, Loweri
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
-FEW = 8
+FEW = 64
 """Largest number of queries per KV head for which keys and values are read in place."""
 
 FEW_ROWS = 4
