@@ -105,7 +105,7 @@ def main() -> None:
                 )  # fmt: skip
     if args.save:
         about = " ".join(str(__doc__).split("\n\n")[1].split())
-        save("draft", f"# Drafts\n\n{about}", table)
+        save("draft", f"Drafts\n\n{about}", table)
 
 
 if __name__ == "__main__":
