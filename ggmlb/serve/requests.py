@@ -19,8 +19,8 @@ REAL: Final = (int, float)
 SAMPLING: Final[Mapping[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repeat_penalty"), REAL),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "xtc_probability", "xtc_threshold"), REAL),
-    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), REAL),
-    **dict.fromkeys(("top_k", "mirostat", "seed"), int),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base"), REAL),
+    **dict.fromkeys(("top_k", "mirostat", "seed", "dry_allowed_length", "dry_penalty_last_n"), int),
     "ignore_eos": bool, "grammar": str, "json_schema": (str, Mapping),
 }  # fmt: skip
 """Types of the fields that are options of the same name; those that OpenAI lacks are llama.cpp's."""
@@ -102,8 +102,14 @@ def _options(body: JSON, **changes: Any) -> Options:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence) or not all(isinstance(text, str) for text in stops):
         raise ArgumentError("stop must be a text or a list of texts")
-    if len(stops) > MAX_STOPS:
-        raise ArgumentError(f"stop has {len(stops)} texts; give at most {MAX_STOPS}")
+    breakers = _typed(body, "dry_sequence_breakers", list, None)
+    if breakers is not None:
+        if not all(isinstance(text, str) for text in breakers):
+            raise ArgumentError("dry_sequence_breakers must be a list of texts")
+        given["dry_sequence_breakers"] = tuple(breakers)
+    for name, texts in (("stop", stops), ("dry_sequence_breakers", breakers or ())):
+        if len(texts) > MAX_STOPS:
+            raise ArgumentError(f"{name} has {len(texts)} texts; give at most {MAX_STOPS}")
     most = _typed(body, "max_completion_tokens", int, _typed(body, "max_tokens", int, None))
     biases = _typed(body, "logit_bias", Mapping, {})
     if len(biases) > MAX_BIASES:

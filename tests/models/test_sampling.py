@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
+from ggmlb import ArgumentError
+from ggmlb.models import TextModel
+from ggmlb.models.gguf import GgufFile
+from ggmlb.models.gguf.vocabulary import Vocabulary
+from ggmlb.models.text.dry import breakers_of
 from ggmlb.models.text.sampling import Floats, Options, Sampler, log_probabilities
 
 
@@ -45,3 +54,46 @@ def test_tokens_are_those_of_a_plain_sampler(seed: int) -> None:
         assert found == expected, options
     k = int(draw.choice([1, 3, 50]))
     assert log_probabilities(logits, k)[0] == np.argsort(-logits, kind="stable")[:k].tolist()
+
+
+def test_what_would_repeat_earlier_tokens_is_penalised() -> None:
+    logits = np.zeros(20, np.float32)
+    logits[7], logits[8] = 1.9, 1.0
+    text = [5, 6, 7, 1, 5, 6]
+
+    def chosen(tokens: list[int], breakers: Any = None, **changes: Any) -> int:
+        options = Options(**{"temperature": 0, "dry_multiplier": 1.0, **changes})
+        return Sampler(options, None, breakers or {})(logits, tokens)
+
+    assert chosen(text) == 8 and logits[7] == np.float32(1.9)
+    assert chosen([6, 7, 1, 5, 6]) == 7  # one token is no repetition
+    assert chosen([6, 7, 1, 5, 6], dry_allowed_length=1) == 8
+    assert chosen(text, dry_penalty_last_n=4) == 7  # the first occurrence is too far away
+    assert chosen(text, dry_penalty_last_n=-1) == 8
+    assert chosen(text, {6: [()]}) == chosen(text, {7: [()]}) == chosen(text, {5: [(6,)]}) == 7
+    assert chosen(text, {5: [(7,)]}) == 8
+    assert chosen([5] * 3000, dry_penalty_last_n=-1, dry_multiplier=1e6, dry_base=1e6) == 7
+    assert chosen(text, dry_base=0.5) == 7
+    with pytest.raises(ArgumentError, match=r"dry_sequence_breakers is \('',\); give texts"):
+        Options(dry_sequence_breakers=("",))
+
+
+def test_breakers_may_begin_at_the_end_of_a_token(models: Callable[..., Path]) -> None:
+    vocabulary = Vocabulary(GgufFile(models()).metadata)
+    a, b, space_a = (vocabulary.tokens.index(text) for text in ("a", "b", "\u2581a"))
+    assert breakers_of(vocabulary, ("a",)).keys() == {a, space_a, vocabulary.tokens.index("<0x61>")}
+    found = breakers_of(vocabulary, ("ab",))
+    assert found[a] == found[space_a] == [tuple(vocabulary.encode("b", add_special=False))]
+    assert b not in found
+
+
+def test_text_of_a_model_repeats_less(models: Callable[..., Path]) -> None:
+    prompt = [1, *[260, 261, 262, 263] * 6, 260, 261]
+    with TextModel(models(), ["CPU"], n_ctx=128) as model:
+        first = model.generate(prompt, max_tokens=1, temperature=0, ignore_eos=True, logit_bias={262: 30})
+        assert first.tokens == [262]
+        options = Options(
+            max_tokens=1, temperature=0, ignore_eos=True, logit_bias={262: 30}, dry_multiplier=1
+        )
+        assert model.generate(prompt, options).tokens != [262]
+        assert model.generate(prompt, options, dry_sequence_breakers=["b"]).tokens == [262]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ggmlb.models import default_text_model
+from ggmlb.models.gguf import GgufFile
+from ggmlb.models.gguf.vocabulary import Vocabulary
+from ggmlb.models.text.dry import breakers_of
 from ggmlb.models.text.sampling import Options, Sampler
+from tests.support.llama_c_api import Llama
 
 pytestmark = pytest.mark.oracle
 
@@ -22,6 +28,20 @@ CASES: dict[str, dict[str, Any]] = {
     "typical and others": {"top_k": 50, "typical_p": 0.8, "top_p": 0.9, "min_p": 0.1},
     "xtc": {**OFF, "xtc_probability": 1.0, "xtc_threshold": 0.05},
     "all": {"repeat_penalty": 1.1, "typical_p": 0.95, "xtc_probability": 1.0},
+    "dry": {**OFF, "dry_multiplier": 0.8},
+    "dry and others": {
+        "repeat_penalty": 1.1,
+        "dry_multiplier": 1.3,
+        "dry_base": 1.2,
+        "dry_allowed_length": 1,
+    },
+    "dry with breakers of several tokens": {
+        **OFF,
+        "dry_multiplier": 0.5,
+        "dry_allowed_length": 1,
+        "dry_sequence_breakers": ("01", "&", "-5(", "<2"),
+    },
+    "dry of long repetitions": {**OFF, "dry_multiplier": 0.1, "dry_base": 3.0, "dry_penalty_last_n": 30},
     "mirostat 1": {"mirostat": 1, "mirostat_tau": 2.0},
     "mirostat 2": {"mirostat": 2, "mirostat_tau": 2.0},
 }
@@ -39,20 +59,29 @@ class DataArray(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def llama() -> ctypes.CDLL:
+def llama() -> Iterator[Any]:
     spec = importlib.util.find_spec("xllamacpp")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs xllamacpp: pip install 'ggmlb[ggml]'")
     folder = Path(spec.submodule_search_locations[0])
-    return ctypes.CDLL(str(next(folder.glob("xllamacpp*.so"))))
+    library = ctypes.CDLL(str(next(folder.glob("xllamacpp*.so"))))
+    model = Llama(default_text_model(), n_threads=1)
+    library.vocab, library.dry = model._vocab, {}
+    yield library
+    model.close()
 
 
-def theirs(llama: ctypes.CDLL, logits: np.ndarray, tokens: list[int], s: Options) -> dict[int, float]:
+def theirs(llama: Any, logits: np.ndarray, tokens: list[int], s: Options) -> dict[int, float]:
     """Return the probabilities of the tokens that stay, in llama.cpp's order of samplers."""
     real, size = ctypes.c_float, ctypes.c_size_t
+    texts = [text.encode() for text in s.dry_sequence_breakers]
     penalties = s.repeat_penalty, s.frequency_penalty, s.presence_penalty
     chain: list[tuple[str, list[Any]]] = [
         ("penalties", [N_VOCAB, s.repeat_last, *map(real, penalties)]),
+        ("dry", [
+            ctypes.c_void_p(llama.vocab), real(s.dry_multiplier), real(s.dry_base), s.dry_allowed_length,
+            s.dry_penalty_last_n, (ctypes.c_char_p * len(texts))(*texts), size(len(texts)),
+        ]),
         ("top_k", [s.top_k]), ("typical", [real(s.typical_p), size(1)]), ("top_p", [real(s.top_p), size(1)]),
         ("min_p", [real(s.min_p), size(1)]),
         ("xtc", [real(s.xtc_probability), real(s.xtc_threshold), size(1), 0]),
@@ -65,14 +94,23 @@ def theirs(llama: ctypes.CDLL, logits: np.ndarray, tokens: list[int], s: Options
     data = (Data * N_VOCAB)(*((i, float(x), 0.0) for i, x in enumerate(logits)))
     found = DataArray(data, N_VOCAB, -1, False)
     for name, args in chain:
+        if name == "dry" and not s.dry_multiplier:
+            continue
         make = getattr(llama, f"llama_sampler_init_{name}")
         make.restype = ctypes.c_void_p
-        sampler = ctypes.c_void_p(make(*args))
-        if name == "penalties":
+        if name == "dry":  # it looks for the breakers in the whole vocabulary
+            if s not in llama.dry:
+                llama.dry[s] = ctypes.c_void_p(make(*args))
+            sampler = llama.dry[s]
+            llama.llama_sampler_reset(sampler)
+        else:
+            sampler = ctypes.c_void_p(make(*args))
+        if name in ("penalties", "dry"):
             for token in tokens:
                 llama.llama_sampler_accept(sampler, token)
         llama.llama_sampler_apply(sampler, ctypes.byref(found))
-        llama.llama_sampler_free(sampler)
+        if name != "dry":
+            llama.llama_sampler_free(sampler)
     kept = [found.data[i] for i in range(found.size)]
     best = max(each.logit for each in kept)
     odds = {each.id: float(np.exp(np.float64(each.logit) - best)) for each in kept}
@@ -80,7 +118,7 @@ def theirs(llama: ctypes.CDLL, logits: np.ndarray, tokens: list[int], s: Options
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_that_stay_are_llama_cpps(llama: ctypes.CDLL, case: str, monkeypatch: Any) -> None:
+def test_tokens_that_stay_are_llama_cpps(llama: Any, case: str, monkeypatch: Any) -> None:
     options = Options(**CASES[case])
     seen: list[dict[int, float]] = []
 
@@ -96,12 +134,16 @@ def test_tokens_that_stay_are_llama_cpps(llama: ctypes.CDLL, case: str, monkeypa
 
     note("candidates")
     note("_surprising")
+    vocabulary = Vocabulary(GgufFile(default_text_model()).metadata)
+    breakers = breakers_of(vocabulary, options.dry_sequence_breakers)
     draw = np.random.default_rng(len(case))
     n_off = 0
     for _ in range(1000):
         logits = (draw.standard_normal(N_VOCAB) * draw.choice([0.5, 2, 5])).astype(np.float32)
-        tokens = draw.integers(0, 40, 80).tolist()
-        chosen = Sampler(options)(logits, tokens)
+        tokens = draw.integers(17, 47, 80).tolist()
+        n = int(draw.integers(0, 20))  # the end repeats earlier tokens
+        tokens[80 - n :] = tokens[40 - n : 40]
+        chosen = Sampler(options, breakers=breakers)(logits, tokens)
         expected, found = theirs(llama, logits, tokens, options), seen.pop()
         assert chosen in found
         if expected.keys() != found.keys():  # a sum that float32 rounds over a limit

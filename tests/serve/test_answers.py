@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs uvicorn: pip install 'ggmlb[server]'")
 
+from ggmlb import ArgumentError
 from ggmlb.models import Generation, Options
 from ggmlb.serve.answers import before_call
-from ggmlb.serve.requests import Asked
+from ggmlb.serve.requests import Asked, _options
 from ggmlb.serve.server import _Choice
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -49,3 +50,13 @@ def test_the_text_around_a_call_is_sent(size: int) -> None:
     (calls,) = [part["delta"]["tool_calls"] for part in found if "tool_calls" in part["delta"]]
     assert calls[0]["function"] == {"name": "f", "arguments": "{}"}
     assert found[-1]["finish_reason"] == "tool_calls"
+
+
+def test_options_of_llama_cpp_are_taken() -> None:
+    body = {"dry_multiplier": 1, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": -1}
+    options = _options({**body, "dry_sequence_breakers": ["\n", "ab"]})
+    assert {name: getattr(options, name) for name in body} == body
+    assert options.dry_sequence_breakers == ("\n", "ab")
+    for wrong in ("\n", [1], ["a"] * 65, [""]):
+        with pytest.raises(ArgumentError, match="dry_sequence_breakers"):
+            _options({"dry_sequence_breakers": wrong})

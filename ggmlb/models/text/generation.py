@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from ggmlb.core.errors import ArgumentError, ModelError, shown
 from ggmlb.inspect.html import escape, pre
+from ggmlb.models.text import dry
 from ggmlb.models.text.decoder import N_BATCH, N_OUT, Decoder, Floats, Token
 from ggmlb.models.text.grammar import Grammar
 from ggmlb.models.text.memory import SequenceMemory
@@ -97,6 +99,7 @@ class Request:
         is_session: Whether its tokens stay in the cache when it is done.
         full_by: The limit that `max_tokens` is: `"length"`, or `"context"` if the context is smaller.
         grammar: Masks tokens that are not allowed.
+        breakers: Tokens over which repetitions do not go on.
 
     Attributes:
         result: The result so far.
@@ -118,6 +121,7 @@ class Request:
         is_session: bool = False,
         full_by: str = "length",
         grammar: Grammar | None = None,
+        breakers: dry.Breakers = MappingProxyType({}),
     ) -> None:
         self.sequence = sequence
         self.options = options
@@ -127,7 +131,7 @@ class Request:
         self.is_session = is_session
         self.error: Exception | None = None
         self._full_by = full_by
-        self._sampler = Sampler(options, grammar)
+        self._sampler = Sampler(options, grammar, breakers)
         self.guesser = self._sampler.guesser
         self.ends = ends
         self.n_draft = FIRST_DRAFT
@@ -327,11 +331,14 @@ class Engine:
         is_free = not options.grammar and options.json_schema is None
         ends: frozenset[int] = frozenset() if options.ignore_eos and is_free else vocabulary.end_tokens
         grammar = None if is_free else Grammar(vocabulary, options.grammar, options.json_schema)
+        breakers = (
+            dry.breakers_of(vocabulary, options.dry_sequence_breakers) if options.dry_multiplier else {}
+        )
         number = self.new_sequence() if sequence is None else sequence
         is_session = sequence is not None
         return Request(
             number, tokens, n_cached, options, ends, vocabulary.stream(), is_session,
-            "context" if is_short else "length", grammar,
+            "context" if is_short else "length", grammar, breakers,
         )  # fmt: skip
 
     def run(self, requests: Iterable[Request]) -> Iterator[Request]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from ggmlb.core.arguments import alias, checked_methods, named
 from ggmlb.core.errors import ArgumentError, did_you_mean
+from ggmlb.models.text.dry import Breakers, penalise_repetition
 
 Floats = npt.NDArray[np.float32]
 
@@ -42,6 +44,12 @@ class Options:
         frequency_penalty: Subtracted from a token's logit for each time that it is recent.
         presence_penalty: Subtracted from the logits of recent tokens.
         repeat_last: Number of tokens that count as recent.
+        dry_multiplier: DRY: tokens that would go on with a repetition of `n` tokens lose `dry_multiplier *
+            dry_base ** (n - dry_allowed_length)` of their logits; 0: off.
+        dry_base: See `dry_multiplier`; below 1: off.
+        dry_allowed_length: Shortest repetition that is penalised [tokens].
+        dry_penalty_last_n: Number of last tokens to search for repetitions; -1: all.
+        dry_sequence_breakers: Texts that end a repetition.
         top_k: Sample only from the K most likely tokens; 0: no limit.
         typical_p: Sample only from the most typical tokens whose probabilities sum to this: those of which
             the information is nearest to the expected one.
@@ -73,6 +81,11 @@ class Options:
     repeat_last: int = 64
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     typical_p: float = 1.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
@@ -94,7 +107,8 @@ class Options:
             ("min_p", 0, 1), ("repeat_penalty", 1e-6, 1e6), ("repeat_last", 0, 1 << 31),
             ("frequency_penalty", -1e6, 1e6), ("presence_penalty", -1e6, 1e6), ("typical_p", 0, 1),
             ("xtc_probability", 0, 1), ("xtc_threshold", 0, 1), ("mirostat", 0, 2), ("mirostat_tau", 0, 1e6),
-            ("mirostat_eta", 0, 1e6),
+            ("mirostat_eta", 0, 1e6), ("dry_multiplier", 0, 1e6), ("dry_base", 0, 1e6),
+            ("dry_allowed_length", 0, 1 << 31), ("dry_penalty_last_n", -1, 1 << 31),
             ("seed", 0, (1 << 64) - 1), ("logprobs", 0, 1 << 31),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -106,8 +120,9 @@ class Options:
                 raise ArgumentError(f"logit_bias has {token!r}: {bias!r}; give -1e6 to 1e6 by token, or -inf")
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        if "" in self.stop:
-            raise ArgumentError(f"stop is {self.stop!r}; give texts that are not empty")
+        for name in ("stop", "dry_sequence_breakers"):
+            if "" in (texts := getattr(self, name)):
+                raise ArgumentError(f"{name} is {texts!r}; give texts that are not empty")
 
 
 class OptionValues(TypedDict, total=False):
@@ -122,6 +137,11 @@ class OptionValues(TypedDict, total=False):
     repeat_last: int
     frequency_penalty: float
     presence_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
     typical_p: float
     xtc_probability: float
     xtc_threshold: float
@@ -157,13 +177,21 @@ class Sampler:
     Args:
         options: Options of sampling.
         grammar: Sets logits of tokens that are not allowed to -inf.
+        breakers: Tokens over which repetitions do not go on.
 
     Attributes:
         surprise_limit: Mirostat's limit of a token's information [bits].
     """
 
-    def __init__(self, options: Options, grammar: LogitsProcessor | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        grammar: LogitsProcessor | None = None,
+        breakers: Breakers = MappingProxyType({}),
+    ) -> None:
         self._options = options
+        self._breakers = breakers
+        self._is_dry = options.dry_multiplier > 0 and options.dry_base >= 1 and not options.mirostat
         self._grammar = grammar
         self._processor = options.logits_processor
         self.surprise_limit = 2 * options.mirostat_tau
@@ -186,7 +214,7 @@ class Sampler:
         if self._processor is not None:
             logits = _processed(self._processor, logits, tokens)
         penalises = (s.repeat_penalty, s.frequency_penalty, s.presence_penalty) != (1, 0, 0)
-        if s.logit_bias or self._grammar is not None or penalises:
+        if s.logit_bias or self._grammar is not None or penalises or self._is_dry:
             logits = logits.copy()
         if s.logit_bias:
             known = self._biased < logits.size
@@ -203,6 +231,8 @@ class Sampler:
             found = logits[recent]
             found = np.where(found > 0, found / s.repeat_penalty, found * s.repeat_penalty)
             logits[recent] = found - counts * s.frequency_penalty - s.presence_penalty
+        if self._is_dry:
+            penalise_repetition(logits, tokens, s, self._breakers)
         if s.temperature == 0 or (s.top_k == 1 and not s.mirostat):
             return int(logits.argmax())
         ids, odds = self._surprising(logits) if s.mirostat else self.candidates(logits)
