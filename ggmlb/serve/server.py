@@ -50,7 +50,7 @@ class Limits:
 
     Attributes:
         n_requests: Answers that may be computed or waited for at once; of more, clients are told to retry.
-        n_connections: Open connections.
+        n_connections: Open connections; a new one replaces the oldest one without a complete request.
         body_nbytes: Largest body [bytes].
         bodies_nbytes: All bodies that are being read or parsed, if one is above 64 KiB [bytes].
         client_seconds: Longest time to send a head, to send a body, or to take up what is to be read [s].
@@ -126,8 +126,9 @@ class _Server:
         return Route(path, answer, methods=[method])
 
     def _check(self, request: Request, is_open: bool) -> None:
-        if self._hosts and request.url.hostname not in self._hosts:  # a page elsewhere, by a name of its own
-            raise _RefusedError(403, f"the host {request.url.hostname!r} is not this server's; see --host")
+        host = request.url.hostname if "host" in request.headers else None
+        if self._hosts and host not in self._hosts:  # a page elsewhere, by a name of its own
+            raise _RefusedError(403, f"the host {host!r} is not this server's; see --host")
         if self._api_key is None or is_open:
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -464,11 +465,16 @@ class _Choice:
 
 
 class _Protocol(H11Protocol):
-    """HTTP that closes connections whose client takes over `seconds` to send a head, or to read an answer."""
+    """HTTP that closes connections whose client takes over `seconds` to send a head, or to read an answer.
 
-    def __init__(self, seconds: float, *args: Any, **kwargs: Any) -> None:
+    Where there are `n_most` connections, a new one replaces the one that has waited longest for a request.
+    """
+
+    def __init__(self, seconds: float, n_most: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._seconds = seconds
+        self._n_most = n_most
+        self._start = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
     def _watch(self) -> None:
@@ -479,7 +485,18 @@ class _Protocol(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is complete that is not answered."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self._n_most:
+            waiting = [c for c in self.connections if isinstance(c, _Protocol) and c.is_waiting]
+            if waiting:
+                oldest = min(waiting, key=lambda connection: connection._start)
+                oldest.transport.abort()
+                self.connections.discard(oldest)
         super().connection_made(transport)
         self._watch()
 
@@ -606,9 +623,10 @@ def serve(
     """
     app = create_app(model, name, api_key, LOOPBACK if host in LOOPBACK else (), limits)
     config = uvicorn.Config(
-        app, host, port, log_level="warning", limit_concurrency=limits.n_connections, timeout_keep_alive=15,
+        app, host, port, log_level="warning", timeout_keep_alive=15,
+        limit_concurrency=limits.n_connections + 1,  # the protocol makes room before
         timeout_graceful_shutdown=limits.shutdown_seconds, server_header=False, ws="none",
-        http=partial(_Protocol, limits.client_seconds),  # type: ignore[arg-type]
+        http=partial(_Protocol, limits.client_seconds, limits.n_connections),  # type: ignore[arg-type]
     )  # fmt: skip
     try:
         listener = config.bind_socket()

@@ -95,6 +95,9 @@ def test_other_pages_cannot_use_the_server(served: Served) -> None:
     plain = {"Content-Type": "text/plain"}  # as a form of any page can send it
     assert served.call(TEXT, SHORT, plain)[0] == 415
     assert served.call(TEXT, SHORT, {"Host": "rebound.example"})[0] == 403
+    with socket.create_connection(served.address, timeout=60) as old:  # HTTP/1.0 needs no host
+        old.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert b" 403 " in old.recv(1000).splitlines()[0]
     assert served.call("/nothing")[0] == 404 and served.call("/v1/models/other")[0] == 404
 
 
@@ -143,6 +146,22 @@ def test_large_bodies_are_not_kept(served: Served) -> None:
         connection.close()
     served.wait_for_metric("answers_running", 0)
     assert peak < 1_000_000, f"{peak:,} kB"
+
+
+def test_connections_without_requests_make_room_for_others() -> None:
+    """A client that fills all places, and comes again at once when one is closed, keeps none out."""
+    served = Served(program=IMPATIENT.replace("n_requests=4, client_seconds=1", "n_connections=20"))
+    answering = post(served, ENDLESS)
+    served.wait_for_metric("answers_running", 1)
+    held = [socket.create_connection(served.address, timeout=60) for _ in range(30)]
+    held += [post(served, SHORT, length=1000) for _ in range(30)]
+    for _ in range(3):
+        assert served.call(TEXT, SHORT)[0] == 200
+        held += [socket.create_connection(served.address, timeout=60) for _ in range(20)]
+    assert served.metric("answers_running") == 1 and answering.recv(100)
+    for connection in (answering, *held):
+        connection.close()
+    served.stop()
 
 
 def test_connections_of_stalled_clients_are_closed() -> None:
