@@ -26,6 +26,8 @@ def from_torch(
 ) -> OnnxModel:
     """Return a PyTorch module as a model on devices; its inputs are `x0`, `x1`, ..., its results `y0`, ...
 
+    The results of a module that returns a mapping, as those of `transformers`, are the tensors in it.
+
     The module is exported once, for inference, in operator set 17, by `torch.onnx.export` without its
     compiler. `OnnxModel` describes `devices` and `weights`.
 
@@ -56,9 +58,13 @@ def from_torch(
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = module.eval()(*operands)
+            is_mapping = isinstance(found, Mapping)
+            if is_mapping:
+                found = [value for value in found.values() if isinstance(value, torch.Tensor)]
             count = len(found) if isinstance(found, (tuple, list)) else 1
             torch.onnx.export(
-                module, operands, content, input_names=names, output_names=[f"y{i}" for i in range(count)],
+                _of_tensors(torch, module) if is_mapping else module, operands, content, input_names=names,
+                output_names=[f"y{i}" for i in range(count)],
                 dynamic_axes=axes, opset_version=17, dynamo=False,
             )  # fmt: skip
     except torch.onnx.errors.UnsupportedOperatorError as error:
@@ -72,3 +78,17 @@ def from_torch(
 
     onnx = importlib.import_module("onnx")
     return OnnxModel(onnx.load_model_from_string(content.getvalue()), devices, weights)
+
+
+def _of_tensors(torch: Any, module: Any) -> Any:
+    """Return a module that gives the tensors among another's named results, as PyTorch's exporter wants."""
+
+    class OfTensors(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *operands: Any) -> Any:
+            return tuple(v for v in self.module(*operands).values() if isinstance(v, torch.Tensor))
+
+    return OfTensors().eval()

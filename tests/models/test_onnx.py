@@ -345,6 +345,36 @@ def test_weights_and_sizes_of_a_module_may_be_chosen(weights: Any) -> None:
     assert 1e-6 < difference < 0.05
 
 
+@pytest.mark.parametrize("device", ["CPU", pytest.param("LLVM", id="llvm")])
+@pytest.mark.parametrize("name", ["Bert", "Llama", "ViT", "ResNet"])
+def test_models_of_transformers_compute_the_same(name: str, device: str) -> None:
+    """Made at random; their results are named tensors, of a text model with a mask."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    if device == "LLVM":
+        pytest.importorskip("llvmlite")
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    of_text = {"vocab_size": 100, "max_position_embeddings": 64}
+    options: dict[str, dict[str, Any]] = {
+        "Bert": size | of_text,
+        "Llama": size | of_text | {"num_key_value_heads": 2, "use_cache": False},
+        "ViT": size | {"image_size": 32, "patch_size": 8},
+        "ResNet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [2, 1], "layer_type": "basic"},
+    }
+    config = getattr(transformers, f"{name}Config")(**options[name])
+    module = getattr(transformers, f"{name}Model")(config).eval()
+    tokens = torch.randint(0, 100, (2, 9)), torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+    example = tokens if name in ("Bert", "Llama") else (torch.randn(1, 3, 32, 32),)
+    with torch.no_grad():
+        want = [v.numpy() for v in module(*example).values() if isinstance(v, torch.Tensor)]
+    with ggmlb.models.from_torch(module, example, devices=[*{device: 0, "CPU": 1}]) as ours:
+        got = ours.run({f"x{i}": t.numpy() for i, t in enumerate(example)})
+    assert list(got) == [f"y{i}" for i in range(len(want))]
+    for i, expected in enumerate(want):
+        atol = 1e-5 * float(np.abs(expected).max())
+        np.testing.assert_allclose(got[f"y{i}"], expected, rtol=1e-4, atol=atol)
+
+
 def test_an_op_that_is_not_there_is_named_with_its_place_in_the_module() -> None:
     torch = pytest.importorskip("torch")
 

@@ -73,11 +73,6 @@ def _shrunk(b: Lowering, n: OnnxNode, x: Operand) -> Shaped:
     return b.add(above, b.mul(b.affine(x, 1.0, bias), b.unary("step", b.affine(x, -1.0, -limit))))
 
 
-def _leaky(b: Lowering, x: Operand, slope: float) -> Shaped:
-    v = b.value(x)
-    return b.made(b.ctx.leaky_relu(v.tensor, slope), v.shape, v.dtype)
-
-
 FORMULAS: Final[dict[str, Converter]] = {
     "And": lambda b, n, x, y: b.as_bool(b.mul(x, y)),
     "Or": lambda b, n, x, y: b.as_bool(b.unary("step", b.add(x, y))),
@@ -104,7 +99,7 @@ FORMULAS: Final[dict[str, Converter]] = {
     "Mish": lambda b, n, x: b.mul(x, b.unary("tanh", b.unary("softplus", x))),
     "Softsign": lambda b, n, x: b.div(x, b.affine(b.unary("abs", x), 1.0, 1.0)),
     "HardSigmoid": lambda b, n, x: b.clamp(b.affine(x, n.get("alpha", 0.2), n.get("beta", 0.5)), 0.0, 1.0),
-    "LeakyRelu": lambda b, n, x: _leaky(b, x, n.get("alpha", 0.01)),
+    "LeakyRelu": lambda b, n, x: b.unary("leaky_relu", x, n.get("alpha", 0.01)),
     "PRelu": lambda b, n, x, slope: b.add(b.unary("relu", x), b.mul(b.clamp(x, high=0.0), slope)),
     "ThresholdedRelu": lambda b, n, x: b.mul(x, b.unary("step", b.affine(x, 1.0, -n.get("alpha", 1.0)))),
     "Elu": lambda b, n, x: _elu(b, x, n.get("alpha", 1.0)),
@@ -769,6 +764,9 @@ def _conv(b: Lowering, x: Shaped, w: Operand, place: Any, out: list[int]) -> Sha
     """One op; of a kernel of one pixel, a product whose rows are pixels."""
     count, (oc, ic, kh, kw) = x.shape[0], w.shape
     shape = (count, oc, *out)
+    if kh == kw == math.prod(x.shape[2:]) == math.prod(out) == 1:
+        rows = np.reshape(w, (oc, ic)) if isinstance(w, np.ndarray) else b.reshape(w, (oc, ic))
+        return b.reshape(b.matmul(b.reshape(x, (count, ic)), b.rows(rows)), shape)
     if (kh, kw) != (1, 1) or place[:4] != (1, 1, 0, 0) or count > 1:
         return b.made(b.ctx.conv_2d_direct(b.value(w).tensor, x.tensor, *place), shape)
     pixels = b.transpose(b.reshape(x, (ic, out[0] * out[1])), (1, 0))
@@ -815,10 +813,11 @@ def pool(b: Lowering, n: OnnxNode, x: Operand) -> Results:
                 places -= 1  # the last window would begin in the padding
             after[i] = max((places - 1) * s + k - m - before[i], 0)
             counts[i] = min(counts[i], after[i])
-    v = _pad_planes(b, x, before, after, -np.inf if is_max else 0.0)
-    if kernel[0] > v.shape[2] or kernel[1] > v.shape[3]:
+    own = before if before == after and all(p < k for p, k in zip(before, kernel, strict=True)) else [0, 0]
+    v = b.value(x) if own == before == after else _pad_planes(b, x, before, after, -np.inf if is_max else 0.0)
+    if any(k > m + 2 * p for k, m, p in zip(kernel, v.shape[2:], own, strict=True)):
         raise b.fail(f"a window of {kernel} for {x.shape}")
-    t = b.ctx.pool_2d(v.tensor, "max" if is_max else "avg", *kernel[::-1], *strides[::-1])
+    t = b.ctx.pool_2d(v.tensor, "max" if is_max else "avg", *kernel[::-1], *strides[::-1], *own[::-1])
     y = b.made(t, (*x.shape[:2], t.ne[1], t.ne[0]))
     if is_max or not any(before + after):
         return y

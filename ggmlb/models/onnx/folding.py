@@ -59,6 +59,11 @@ def _computed(node: OnnxNode, operands: Sequence[Array | None]) -> tuple[Array, 
             if name in node.attrs:
                 return (np.asarray(node.attrs[name], dtype),)
         raise not_supported("Constant", "no value of numbers")
+    if node.op == "GatherElements":  # the reference takes no indices that are shorter along other axes
+        x, at = np.asarray(operands[0]), np.asarray(operands[1])
+        axis = range(x.ndim)[node.get("axis", 0)]
+        part = x[tuple(slice(None if i == axis else m) for i, m in enumerate(at.shape))]
+        return (np.take_along_axis(part, np.where(at < 0, at + x.shape[axis], at), axis),)
     names = [f"i{k}" if x is not None else "" for k, x in enumerate(operands)]
     given = {name: x for name, x in zip(names, operands, strict=True) if x is not None}
     if node.op == "Range":  # the reference takes [1] for scalars

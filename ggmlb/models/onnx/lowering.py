@@ -19,6 +19,9 @@ Shape = tuple[int, ...]
 MAX_ELEMENTS = 1 << 31
 """Limit of a tensor's elements."""
 
+OF_ROWS = ("cumsum", "soft_max")
+"""Functions of rows, not of elements."""
+
 _VIEWS = (Op.NONE, Op.VIEW, Op.RESHAPE, Op.PERMUTE, Op.TRANSPOSE)
 
 
@@ -161,16 +164,21 @@ class Lowering:
         """Return a value of a new tensor's elements, which are as many."""
         if math.prod(shape) > MAX_ELEMENTS:
             raise self.fail(f"a result of {math.prod(shape)} elements")
-        ne = extents(shape)
-        tensor = tensor if tensor.ne == ne else self.ctx.reshape_4d(tensor, *ne)
+        tensor = self.with_extents(tensor, extents(shape))
         return Shaped(tensor, tuple(int(n) for n in shape), dtype)
+
+    def with_extents(self, t: Tensor, ne: tuple[int, int, int, int]) -> Tensor:
+        """Return a tensor, one that it is a reshape of, or a reshape of that, with the extents `ne`."""
+        found = _reshaped(t)
+        return next((u for u in found if u.ne == ne), None) or self.ctx.reshape_4d(found[-1], *ne)
 
     # -- elements ------------------------------------------------------------------------------
 
-    def unary(self, fn: str, x: Operand) -> Shaped:
-        """Apply a function of `Context` that takes one tensor."""
+    def unary(self, fn: str, x: Operand, *params: float) -> Shaped:
+        """Apply a function of `Context` that takes one tensor, of elements or (`OF_ROWS`) of rows."""
         v = self.value(x)
-        return self.made(getattr(self.ctx, fn)(v.tensor), v.shape, v.dtype)
+        t = v.tensor if fn in OF_ROWS else _reshaped(v.tensor)[-1]
+        return self.made(getattr(self.ctx, fn)(t, *params), v.shape, v.dtype)
 
     def affine(self, x: Operand, scale: float = 1.0, bias: float = 0.0) -> Shaped:
         """Return `x * scale + bias`; factors one after the other are one."""
@@ -178,9 +186,8 @@ class Lowering:
         base, factor = v.scaled or (v, 1.0)
         scale *= factor
         if bias:
-            return self.made(self.ctx.scale_bias(base.tensor, scale, bias), v.shape, v.dtype)
-        product = self.made(self.ctx.scale(base.tensor, scale), v.shape, v.dtype)
-        return replace(product, scaled=(base, scale))
+            return replace(self.unary("scale_bias", base, scale, bias), shape=v.shape, dtype=v.dtype)
+        return replace(self.unary("scale", base, scale), shape=v.shape, dtype=v.dtype, scaled=(base, scale))
 
     def clamp(self, x: Operand, low: float = -np.inf, high: float = np.inf) -> Shaped:
         """Return `x` limited to a range."""
@@ -188,7 +195,7 @@ class Lowering:
         big = float(np.finfo(np.float32).max)
         if math.isinf(low) and math.isinf(high):
             return v
-        return self.made(self.ctx.clamp(v.tensor, max(low, -big), min(high, big)), v.shape, v.dtype)
+        return self.unary("clamp", v, max(low, -big), min(high, big))
 
     def binary(self, fn: str, x: Operand | float, y: Operand | float) -> Shaped:
         """Return `add`, `sub`, `mul` or `div` of operands, broadcast as ONNX has it."""
@@ -208,13 +215,14 @@ class Lowering:
         if fn in ("add", "mul") and b.tensor.n_elements > a.tensor.n_elements:
             a, b = b, a
         shape = broadcast(self.op, a.shape, b.shape)
-        if shape == a.shape and len(shape) <= 4:
-            return self.made(getattr(self.ctx, fn)(a.tensor, b.tensor), shape, a.dtype)
-        left, right, out = _merged(self.op, a.shape, b.shape, shape)
-        s, t = (self.ctx.reshape_4d(v.tensor, *n) if v.tensor.ne != n else v.tensor for v, n in
-                ((a, extents(left)), (b, extents(right))))  # fmt: skip
-        if s.ne != extents(out):
-            s = self.ctx.repeat_4d(s, *extents(out))
+        left, right, out = map(extents, _merged(self.op, a.shape, b.shape, shape))
+        s, t = _reshaped(a.tensor)[-1], _reshaped(b.tensor)[-1]
+        if not (a.shape == b.shape == shape and s.ne == t.ne):
+            if shape == a.shape and len(shape) <= 4 and left not in [u.ne for u in _reshaped(a.tensor)]:
+                left, right = extents(shape), extents(b.shape)
+            s, t = self.with_extents(a.tensor, left), self.with_extents(b.tensor, right)
+        if s.n_elements != math.prod(out):
+            s = self.ctx.repeat_4d(s, *out)
         return self.made(getattr(self.ctx, fn)(s, t), shape, a.dtype)
 
     add, sub = partialmethod(binary, "add"), partialmethod(binary, "sub")
@@ -425,6 +433,14 @@ class Lowering:
         """Return a tensor of its own for a result of the model."""
         t = x.tensor
         return self.ctx.set_output(self.ctx.cont(t) if t.op in _VIEWS else t)
+
+
+def _reshaped(t: Tensor) -> list[Tensor]:
+    """Return a tensor, the one that it is a reshape of, and so on."""
+    found = [t]
+    while found[-1].op is Op.RESHAPE:
+        found.append(found[-1].sources[0])
+    return found
 
 
 def _merged(op: str, a: Shape, b: Shape, out: Shape) -> tuple[list[int], list[int], list[int]]:

@@ -15,7 +15,7 @@ from ggmlb.backends.common.formulas import (
     NORMAL_AS_SIGMOID,
     SQRT_2_OVER_PI,
 )
-from ggmlb.backends.llvm.codegen.emit import Emitter, Value
+from ggmlb.backends.llvm.codegen.emit import I32, Emitter, Value, like
 from ggmlb.backends.llvm.codegen.simd import (
     SIZES,
     exp,
@@ -135,6 +135,8 @@ FUNCTIONS: dict[str, Function] = {
     "clamp": lambda k, x, low, high: k.maximum(k.minimum(x, high), low),
     "leaky_relu": _leaky,
     "copy": lambda k, x: x,
+    "to_int": lambda k, x: x.to_int().bits(x.type),
+    "of_int": lambda k, x: x.bits(like(x.type, I32)).to_float(),
     "fill": lambda k, x, value: value,
     "add": lambda k, x, y: x + y,
     "sub": lambda k, x, y: x - y,

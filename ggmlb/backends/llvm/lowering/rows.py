@@ -25,6 +25,7 @@ from ggmlb.backends.llvm.kernels import convert, norm, rope
 from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.backends.llvm.kernels.convert import WRITERS, can_convert
 from ggmlb.backends.llvm.lowering.context import RULES, LoweringContext, name
+from ggmlb.backends.llvm.lowering.elementwise import elementwise
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
@@ -172,6 +173,23 @@ def _copy(node: Tensor, ctx: LoweringContext) -> None:
     copied(y, x, ctx)
 
 
+_INTS = {(DType.I32, DType.F32): "of_int", (DType.F32, DType.I32): "to_int"}
+
+
+def _is_number(node: Tensor) -> str | None:
+    a = node.operand(0)
+    if (a.dtype, node.dtype) not in _INTS:
+        return _converts(node)
+    return None if a.ne == node.ne else "the shapes differ"
+
+
+@RULES.rule((Op.DUP, Op.CPY, Op.CONT), _is_number, in_rows(0, RESULT))
+def _cast(node: Tensor, ctx: LoweringContext) -> None:
+    a = node.operand(0)
+    words = [ctx.mem(t).window(t.ne, dtype=DType.F32) for t in (node, a)]  # integers as the bits of floats
+    elementwise(_INTS[a.dtype, node.dtype], (), words, _COPY, ctx)
+
+
 def _is_movable(node: Tensor) -> str | None:
     return None if can_convert(name(node), name(node)) else f"no kernel copies {name(node)}"
 
@@ -182,6 +200,19 @@ def _concat(node: Tensor, ctx: LoweringContext) -> None:
     for a in node.sources:
         copied(y.window(a.ne, offset=start), ctx.mem(a), ctx)
         start += a.dtype.row_size(a.ne[0]) if dim == 0 else a.ne[dim] * node.nb[dim]
+
+
+def _is_within_zeros(node: Tensor) -> str | None:
+    return "circular padding" if node.params["circular"] else None
+
+
+@RULES.rule(Op.PAD, operands(FLOATS), same_types, in_rows(0, RESULT), _is_within_zeros)
+def _pad(node: Tensor, ctx: LoweringContext) -> None:
+    a, left = node.operand(0), node.params["left"]
+    elementwise("fill", (0.0,), [node, node], _COPY, ctx)
+    start = sum(n * nb for n, nb in zip(left, node.nb, strict=True))
+    if not a.is_empty:
+        copied(ctx.mem(node).window(a.ne, offset=start), ctx.mem(a), ctx)
 
 
 def copied(y: Mem, x: Mem, ctx: LoweringContext) -> None:
