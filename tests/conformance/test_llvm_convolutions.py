@@ -110,6 +110,27 @@ def test_as_on_the_cpu(convolution: str, tail: str, n_threads: int) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(np.abs(want).max()))
 
 
+@pytest.mark.parametrize("kind", ["transposed", "a part", "another shape"])
+def test_views_that_are_not_of_the_same_planes_are_computed_alone(kind: str) -> None:
+    def build(p: Program) -> Tensor:
+        y = dense(p, (6, 6, 8, 1), (1, 1), 6)
+        views = {
+            "transposed": lambda: p.ctx.add(p.leaf(6, 6, 6), p.ctx.permute(y, 0, 2, 1, 3)),
+            "a part": lambda: p.ctx.relu(p.ctx.view_3d(y, 6, 6, 5, y.nb[1], y.nb[2], y.nb[2])),
+            "another shape": lambda: p.ctx.add(p.ctx.reshape_4d(y, 1, 1, 1, 216), p.leaf(1, 1, 1, 216)),
+        }
+        return views[kind]()
+
+    CONVOLUTIONS["views"] = build
+    try:
+        want, _ = computed("CPU", "views", "nothing", 1)
+        got, found = computed("LLVM", "views", "nothing", 1)
+    finally:
+        del CONVOLUTIONS["views"]
+    assert not found
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_result_that_others_read_is_kept() -> None:
     p = Program()
     y = CONVOLUTIONS["a tile and a part"](p)

@@ -29,11 +29,11 @@ _MACS, _DEPTHWISE, _POOL = 25, 12, 4
 
 def _tail_of(group: Group) -> list[tuple[TailStep, Tensor]] | str:
     """Return the nodes behind the group's convolution, each with its operand or itself; or a reason."""
-    found, result = [], group.result
-    n_pixels, channel = _pixels(group["conv"]), 0
-    while prod(result.ne[:channel]) < n_pixels:
-        channel += 1
-    if not result.is_contiguous() or result.ne[channel] != _channels(group["conv"]):
+    found, result, node = [], group.result, group["conv"]
+    shape = _pixels(node), _channels(node)
+    channel = next((d for d in (1, 2, 3) if (prod(result.ne[:d]), result.ne[d]) == shape), 0)
+    same = result.n_elements == node.n_elements and all([view.op is Op.RESHAPE for view in group.views])
+    if not (channel and same and result.is_contiguous()):
         return "the result is not in planes"
     for part, node in group.parts.items():
         if not part.startswith("tail"):
@@ -83,26 +83,24 @@ def _tail_args(group: Group | None, ctx: LoweringContext) -> tuple[Tail, list[in
 
 
 def _in_planes(node: Tensor) -> str | None:
-    if not node.is_contiguous():
-        return "the result is not contiguous"
-    return None
+    if node.op is not Op.POOL_2D and not node.operand(0).is_contiguous():
+        return "the kernel is not contiguous"
+    return None if node.is_contiguous() else "the result is not contiguous"
 
 
-def _small_stride(node: Tensor) -> str | None:
-    s0 = node.params["s0"]
-    return None if s0 <= conv.MOST_STRIDE else f"stride {s0} along the width: at most {conv.MOST_STRIDE}"
+def _small(step: str, node: Tensor) -> str | None:
+    n = node.params[step]
+    return None if n <= conv.MOST_STRIDE else f"{step} is {n}: at most {conv.MOST_STRIDE}"
 
 
-def _packed_kernel(node: Tensor) -> str | None:
-    return None if node.operand(0).is_contiguous() else "the kernel is not contiguous"
-
-
-def _few_taps(node: Tensor) -> str | None:
+def _small_steps(node: Tensor) -> str | None:
     taps = prod(node.operand(0).ne[:2])
-    return None if taps <= MOST_TAPS else f"a kernel of {taps} elements: at most {MOST_TAPS}"
+    if node.op is Op.CONV_2D_DW and taps > MOST_TAPS:
+        return f"a kernel of {taps} elements: at most {MOST_TAPS}"
+    return _small("d0" if node.op is Op.CONV_2D and _by_patches(node) else "s0", node)
 
 
-_CONV = operands(FLOATS, F32, out=F32), in_rows(1, RESULT), _packed_kernel, _in_planes, has_elements
+_CONV = operands(FLOATS, F32, out=F32), in_rows(1, RESULT), _in_planes, has_elements, _small_steps
 
 
 def _planes(node: Tensor, x: Tensor, result: Tensor, ctx: LoweringContext) -> tuple[int, ...]:
@@ -120,13 +118,7 @@ def _by_patches(node: Tensor) -> bool:
     return node.params["s0"] > conv.MOST_STRIDE or _pixels(node) * node.ne[3] <= FEW_FLOATS
 
 
-def _dense_steps(node: Tensor) -> str | None:
-    name_ = "d0" if _by_patches(node) else "s0"
-    step = node.params[name_]
-    return None if step <= conv.MOST_STRIDE else f"{name_} is {step}: at most {conv.MOST_STRIDE}"
-
-
-@RULES.rule(Op.CONV_2D, *_CONV, _dense_steps)
+@RULES.rule(Op.CONV_2D, *_CONV)
 def _conv_2d(node: Tensor, ctx: LoweringContext) -> None:
     if not _by_patches(node):
         _convolve(node, ctx)
@@ -204,7 +196,7 @@ def _multiply(
     ctx.launch(conv.conv_2d, (*params, n_columns, tail), (*args, *more), images * bands * parts)
 
 
-@RULES.rule(Op.CONV_2D_DW, *_CONV, _few_taps, _small_stride)
+@RULES.rule(Op.CONV_2D_DW, *_CONV)
 def _conv_2d_dw(node: Tensor, ctx: LoweringContext) -> None:
     _each_channel(node, ctx)
 
@@ -265,7 +257,6 @@ def _steps_that_interleave(node: Tensor) -> str | None:
     Op.CONV_TRANSPOSE_2D,
     operands(F32, F32, out=F32),
     in_rows(1),
-    _packed_kernel,
     _in_planes,
     has_elements,
     _steps_that_interleave,
@@ -296,9 +287,7 @@ def _conv_transpose_2d(node: Tensor, ctx: LoweringContext) -> None:
 # -- pools -----------------------------------------------------------------------------------------
 
 
-@RULES.rule(
-    Op.POOL_2D, operands(FLOATS, out=F32), in_rows(0, RESULT), _in_planes, has_elements, _small_stride
-)
+@RULES.rule(Op.POOL_2D, operands(FLOATS, out=F32), in_rows(0, RESULT), _in_planes, has_elements, _small_steps)
 def _pool_2d(node: Tensor, ctx: LoweringContext) -> None:
     x, p, n_planes = node.operand(0), node.params, node.ne[2] * node.ne[3]
     lanes = conv.width_lanes(ctx.level, node.ne[0])
