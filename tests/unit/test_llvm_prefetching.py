@@ -11,7 +11,10 @@ from ggmlb.backends.llvm import prefetching
 from ggmlb.backends.llvm.codegen import host
 from ggmlb.backends.llvm.codegen.library import Library, optimised
 from ggmlb.backends.llvm.kernels import interleaved_products, matvec
+from ggmlb.backends.llvm.kernels.blocks import SCALES
+from ggmlb.backends.llvm.kernels.interleaved import fields_of
 from ggmlb.cli import main
+from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import ArgumentError
 
 
@@ -78,3 +81,14 @@ def test_the_choices_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert main(["devices", "-v"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("LLVM:"))
     assert "SIMD = " in line and "PREFETCH q4_0 rows = 2,4096" in line
+
+
+@pytest.mark.parametrize("dtype", sorted(SCALES))
+def test_a_strip_holds_each_byte_of_a_block_once(dtype: str) -> None:
+    held = [
+        place + i
+        for field in fields_of(dtype)
+        for place in field.places
+        for i in range(field.unit or field.nbytes)
+    ]
+    assert sorted(held) == list(range(DType.parse(dtype).type_size))

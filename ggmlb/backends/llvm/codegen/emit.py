@@ -372,6 +372,11 @@ class Emitter:
         read, locality, data = (self.const(I32, n) for n in (0, hint, 1))
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, locality, data)
 
+    def keep_order(self) -> None:
+        """Let LLVM move no memory access across this place."""
+        barrier = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
+        self.build.call(barrier, [])
+
     def call(self, name: str, result: Any, *args: Value) -> Value:
         """Call an LLVM intrinsic, or a C function loaded in the process; `result`: type of its result."""
         function = self.module.globals.get(name)

@@ -1,8 +1,9 @@
 """Strips: 16 rows of a weight, interleaved field by field (like ggml's repacked `q4_0_8x8`).
 
 A vector has the scale, or four neighbouring codes, of each of 16 rows, so that lane `i` sums the product of
-row `i`. Bytes are ordered by block, then field of the block, then unit of the field (such as four codes),
-then row. So a product reads a strip sequentially.
+row `i`. Bytes are ordered by block, then by unit of a field (such as four codes), then by row. The units of a
+block are in the order in which a product uses them: it reads a strip as one stream, which the hardware
+prefetcher follows.
 """
 
 from __future__ import annotations
@@ -35,12 +36,29 @@ class Field(NamedTuple):
         offset: Offset in the block [bytes].
         nbytes: Size [bytes].
         unit: Bytes of a row that stay contiguous in a strip; or `BITS`.
+        places: Offset of each unit in the strip's order of a block [bytes]; of `BITS`, of the field.
     """
 
     name: str
     offset: int
     nbytes: int
     unit: int
+    places: tuple[int, ...]
+
+
+_BY_USE: dict[str, Sequence[Sequence[tuple[str, int, int]]]] = {
+    "q2_k": [[("d", 0, 1)], [("dmin", 0, 1)], [("scales", 0, 16)], [("qs", 0, 16)]],
+    "q3_k": [[("d", 0, 1)], [("scales", 0, 3)], [("hmask", 0, 8), ("qs", 0, 8), ("qs", 8, 16)]],
+    "q5_k": [
+        [("d", 0, 1)], [("dmin", 0, 1)], [("scales", 0, 3)],
+        [("qh", 0, 8), *(("qs", i, i + 8) for i in range(0, 32, 8))],
+    ],
+    "q6_k": [
+        [("d", 0, 1)], [("scales", 0, 16)],
+        *([("ql", 2 * i, 2 * i + 8), ("ql", 2 * i + 8, 2 * i + 16), ("qh", i, i + 8)] for i in (0, 8)),
+    ],
+}  # fmt: skip
+"""Ranges of units in the order of use, of types whose fields are not in it; a list's are taken in turn."""
 
 
 @cache
@@ -50,13 +68,25 @@ def fields_of(dtype: str) -> tuple[Field, ...]:
     A unit is one number of the field, or four neighbouring codes.
     """
     if dtype in SIZES:
-        return (Field("", 0, SIZES[dtype], SIZES[dtype]),)
-    codec, found = DType.parse(dtype).codec, []
-    for name, offset in codec.offsets.items():
+        return (Field("", 0, SIZES[dtype], SIZES[dtype], (0,)),)
+    codec, sizes = DType.parse(dtype).codec, {}
+    for name in codec.offsets:
         type_ = codec.layout[name]
         unit = BITS if dtype in ("q5_0", "q5_1") and name == "qh" else min(4, type_.base.itemsize)
-        found.append(Field(name, offset, type_.itemsize, unit))
-    return tuple(found)
+        sizes[name] = type_.itemsize, unit
+    counts = {name: nbytes // (unit or nbytes) for name, (nbytes, unit) in sizes.items()}
+    order = _BY_USE.get(dtype) or [[(name, 0, n)] for name, n in counts.items()]
+    places: dict[str, dict[int, int]] = {name: {} for name in sizes}
+    place = 0
+    for ranges in order:
+        for units in zip(*(range(first, last) for _, first, last in ranges), strict=True):
+            for (name, *_), i in zip(ranges, units, strict=True):
+                places[name][i] = place
+                place += sizes[name][0] // counts[name]
+    return tuple(
+        Field(name, codec.offsets[name], *sizes[name], tuple(places[name][i] for i in range(n)))
+        for name, n in counts.items()
+    )
 
 
 def lanes(level: Level) -> int:
@@ -169,11 +199,13 @@ class Interleaved:
         """The position of a field."""
         return self + next(f.offset for f in self.fields if f.name == field)
 
-    def _address(self) -> tuple[Value, int]:
-        """The address in the strip, and the unit of the field."""
-        field = next(f for f in self.fields if 0 <= self.offset - f.offset < f.nbytes)
+    def _address(self, ahead: int = 0) -> tuple[Value, int]:
+        """The address in the strip of the unit that is `ahead` bytes on, and the unit of the field."""
+        offset = self.offset + ahead
+        field = next(f for f in self.fields if 0 <= offset - f.offset < f.nbytes)
         start = self.base + self.block * (ROWS * _size(self.fields))
-        return start + ROWS * self.offset + self.first * field.unit, field.unit
+        place = field.places[(offset - field.offset) // (field.unit or field.nbytes)]
+        return start + ROWS * place + self.first * field.unit, field.unit
 
     def each(self) -> Value:
         """Load one unit of the field (such as a scale; see `Field.unit`) of each row, as integers."""
@@ -182,9 +214,8 @@ class Interleaved:
 
     def bytes(self, n: int) -> Words:
         """The `n` bytes from the cursor on, of each row."""
-        address, _ = self._address()
         type_ = vec(I8, 4 * lanes(self.k.level))
-        return Words(n // 4, lambda i: self.k.load(type_, address + 4 * ROWS * i))
+        return Words(n // 4, lambda i: self.k.load(type_, self._address(4 * i)[0]))
 
     def bits(self, value: int) -> Words:
         """The 32 bits from the cursor on, of each row, as bytes that are `value` for 1, else 0."""
@@ -231,12 +262,13 @@ def _move(k: Emitter, dtype: str, size: int, to_rows: bool) -> None:
             """Copy `n` blocks at a time; for floats `n` may exceed 1."""
             with k.loop(first, stop, n) as block:
                 for field in fields_of(dtype):
-                    at = strip + block * (ROWS * size) + ROWS * field.offset
+                    at = strip + block * (ROWS * size)
                     by_row = [row + n_blocks * (r * size) + block * size + field.offset for r in range(ROWS)]
                     if field.unit == BITS:
-                        _transpose_bits(k, by_row, at, to_rows)
+                        _transpose_bits(k, by_row, at + ROWS * field.places[0], to_rows)
                     else:
-                        _transpose_units(k, by_row, at, field.unit, n * field.nbytes // field.unit, to_rows)
+                        places = field.places if n == 1 else range(0, n * size, size)
+                        _transpose_units(k, by_row, at, field.unit, places, to_rows)
 
         several = _VECTOR // size if dtype in SIZES else 1
         whole = n_blocks // several * several
@@ -245,18 +277,18 @@ def _move(k: Emitter, dtype: str, size: int, to_rows: bool) -> None:
 
 
 def _transpose_units(
-    k: Emitter, rows: list[Value], strip: Value, unit: int, n_units: int, to_rows: bool
+    k: Emitter, rows: list[Value], strip: Value, unit: int, places: Sequence[int], to_rows: bool
 ) -> None:
     """Copy units of 16 rows, by square transposes."""
-    done = 0
+    done, n_units = 0, len(places)
     while done < n_units:
         n = min(_VECTOR // unit, 1 << (n_units - done).bit_length() - 1)
         for first in range(0, ROWS, n):
-            places = (
-                [strip + ((done + i) * ROWS + first) * unit for i in range(n)],
+            ends = (
+                [strip + (places[done + i] * ROWS + first * unit) for i in range(n)],
                 [rows[first + i] + done * unit for i in range(n)],
             )
-            target, source = places[::-1] if to_rows else places
+            target, source = ends[::-1] if to_rows else ends
             found = transposed([k.load(vec(_INTS[unit], n), at) for at in source])
             for at, value in zip(target, found, strict=True):
                 k.store(value, at)

@@ -184,7 +184,7 @@ def _totals(
     The runs share bytes of the block, which are loaded once.
     """
     form, codes, _ = weights
-    per_run, n_runs = 32 // form.group, form.block // 32
+    per_run, n_runs, n_lanes = 32 // form.group, form.block // 32, k.level.lanes
     totals: list[list[Value]] = []
     for g in range(per_run):
         sums = [[_group(k, weights, block, run * per_run + g, x) for run in runs] for x in activations]
@@ -193,6 +193,8 @@ def _totals(
                 for x, line in zip(activations, sums, strict=True):
                     line[i].add(codes[run][w], _four(k, x.codes, block * n_runs + run, w))
             next(ask)
+            if n_lanes == 16:  # of fewer, registers are scarce
+                k.keep_order()  # the hardware prefetcher follows the stream
         found = [[group.total() for group in line] for line in sums]
         if totals:
             pairs = (zip(*lines, strict=True) for lines in zip(totals, found, strict=True))
