@@ -27,7 +27,7 @@ from ggmlb.backends.llvm.lowering import context
 from ggmlb.backends.llvm.lowering.context import lower
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
-from ggmlb.core.dtypes import can_quantize, random_blocks
+from ggmlb.core.dtypes import can_quantize, dequantize, quantize, random_blocks
 from ggmlb.core.enums import SortOrder
 from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.core.tensor import Tensor
@@ -95,13 +95,16 @@ TYPES = [
 ]  # fmt: skip
 
 
+ROUGH_FLOATS = {"BF16": 1e-5}
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (37, 1), (37, 3), (70, 9), (33, 25)])
 def test_products(dtype: str, m: int, n: int, llvm: LlvmBackend) -> None:
     kind = DType[dtype]
     k = 512 if kind.is_quantized else 300 + m
-    # Activations as bytes: an error of some thousandths of each value.
-    error = 3e-4 if kind.is_quantized else 1e-9
+    # Activations as bytes, or bfloat16: an error of some thousandths of each value.
+    error = 3e-4 if kind.is_quantized else ROUGH_FLOATS.get(dtype, 1e-9)
     check(lambda c, leaf: c.mul_mat(leaf(kind, k, m, 2), leaf(F32, k, n, 4, 3)), llvm, error)
 
 
@@ -126,7 +129,30 @@ def test_products_of_grids_on_each_instruction_set(dtype: str, simd: str) -> Non
 def test_bands_of_floats_meet_pieces_of_activations(dtype: str, n: int, llvm: LlvmBackend) -> None:
     k, m = 2500, 130
     assert float_bands.suits(llvm.library.target.level, k, m, n)
-    check(lambda c, leaf: c.mul_mat(leaf(DType[dtype], k, m, 2), leaf(F32, k, n, 4)), llvm)
+    program = lambda c, leaf: c.mul_mat(leaf(DType[dtype], k, m, 2), leaf(F32, k, n, 4))  # noqa: E731
+    check(program, llvm, ROUGH_FLOATS.get(dtype, 1e-9))
+
+
+def as_bfloat(x: np.ndarray) -> np.ndarray:
+    return dequantize(quantize(x, DType.BF16), DType.BF16).reshape(x.shape)
+
+
+@pytest.mark.parametrize(("k", "m", "n"), [(302, 37, 4), (301, 37, 4), (2500, 130, 12), (130, 40, 33)])
+@pytest.mark.parametrize("x_dtype", [F32, DType.BF16])
+def test_pairs_of_bfloat16(k: int, m: int, n: int, x_dtype: DType, llvm: LlvmBackend) -> None:
+    """The activations are rounded to bfloat16, and nothing else is; but not in rows of odd length."""
+    if not llvm.library.target.level.bf16:
+        pytest.skip("the processor multiplies no bfloat16")
+    random = np.random.default_rng(k)
+    w, x = (as_bfloat(random.standard_normal(ne).astype(np.float32)) for ne in ((m, k), (2, n, k)))
+    if x_dtype is F32:
+        x *= np.float32(1 + 2**-7 / 3)
+    found = computed(
+        lambda c, leaf: c.mul_mat(leaf(DType.BF16, k, m, values=w), leaf(x_dtype, k, n, 2, values=x)), llvm
+    )
+    used = x if k % 2 else as_bfloat(x)
+    right = used.astype(np.float64) @ w.T.astype(np.float64)
+    assert ((found - right) ** 2).sum() <= 1e-11 * (right**2).sum()
 
 
 @pytest.mark.parametrize("n", [1, 3, 20])

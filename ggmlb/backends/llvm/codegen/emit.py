@@ -18,6 +18,16 @@ F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 Operand = Union["Value", int, float]
 
+
+class _BFloat(ir.types.Type):  # type: ignore[misc]  # llvmlite has no stubs
+    """LLVM's bfloat, which llvmlite lacks; only intrinsics take it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BF16 = _BFloat()
+
 _CONTRACT = ("contract",)
 
 
@@ -55,6 +65,7 @@ class Level:
         lanes: 32-bit lanes of a vector.
         dot: Instructions for byte dot products: `vnni`, `maddubs`, `sdot` or `widen`.
         tiles: Whether it has tile registers (AMX).
+        bf16: Whether it multiplies bfloat16 (`vdpbf16ps`).
         f16: Whether it converts float16 in hardware.
         needs: Required host features, by LLVM's names.
         cpu: LLVM's processor name, if the level is not the host's widest.
@@ -69,6 +80,7 @@ class Level:
     cpu: str
     features: str
     tiles: bool = False
+    bf16: bool = False
 
 
 class Value:

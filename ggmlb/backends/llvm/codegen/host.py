@@ -24,12 +24,15 @@ from ggmlb.system import disk_cache
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
+_BF16 = _AVX512 | {"avx512bf16"}
 _AMX = frozenset({"amx-tile", "amx-int8"})
 
 LEVELS = (
     Level(
-        "amx", 16, "vnni", True, _AVX512 | _AMX, "x86-64-v4", "+avx512vnni,+amx-tile,+amx-int8", tiles=True
+        "amx", 16, "vnni", True, _BF16 | _AMX, "x86-64-v4",
+        "+avx512vnni,+avx512bf16,+amx-tile,+amx-int8", tiles=True, bf16=True,
     ),
+    Level("avx512bf16", 16, "vnni", True, _BF16, "x86-64-v4", "+avx512vnni,+avx512bf16", bf16=True),
     Level("avx512", 16, "vnni", True, _AVX512, "x86-64-v4", "+avx512vnni"),
     Level("avxvnni", 8, "vnni", True, _AVX2 | {"avxvnni"}, "x86-64-v3", "+avxvnni"),
     Level("avx2", 8, "maddubs", True, _AVX2, "x86-64-v3", ""),

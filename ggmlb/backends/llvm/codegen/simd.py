@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ggmlb.backends.llvm.codegen.emit import (
+    BF16,
     F16,
     F32,
     F64,
@@ -325,6 +326,12 @@ def to_bfloat(k: Emitter, x: Value) -> Value:
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     return k.select(is_nan, (bits >> 16) | 64, rounded).trunc(I16)
+
+
+def add_bfloats(k: Emitter, sums: Value, a: Value, b: Value) -> Value:
+    """Add to each lane of `sums` the products of two neighbouring bfloat16, of 32-bit lanes (`vdpbf16ps`)."""
+    pairs = vec(BF16, 2 * lanes_of(sums.type))
+    return k.call("llvm.x86.avx512bf16.dpbf16ps.512", sums.type, sums, a.bits(pairs), b.bits(pairs))
 
 
 def load_floats(k: Emitter, dtype: str, address: Value, lanes: int, mask: Value | None = None) -> Value:

@@ -46,11 +46,13 @@ class ActivationLayout(NamedTuple):
         sums: Number of values per sum: 32 or 16.
         interleaved_pairs: Whether the codes of two blocks alternate in runs of 16, so that each half of a
             32-byte vector belongs to one block.
+        bf16: Whether it is no quantised row, but one of bfloat16.
     """
 
     wide: bool = False
     sums: int = 32
     interleaved_pairs: bool = False
+    bf16: bool = False
 
     def codes_nbytes(self, k: Any) -> Any:
         """Size of the int8 codes of `k` elements, padded to 64 if blocks are interleaved in pairs [bytes]."""
@@ -58,6 +60,8 @@ class ActivationLayout(NamedTuple):
 
     def row_nbytes(self, k: Any) -> Any:
         """Size of a quantised row of `k` elements [bytes]."""
+        if self.bf16:  # rows a power of two apart would share cache sets
+            return 2 * k + 64
         codes, more = self.codes_nbytes(k), k // 8 + k // self.sums * 4
         return codes + more + (k // 8 + codes + _flags_nbytes(k) if self.wide else k // 4)
 

@@ -7,8 +7,8 @@ Partial sums of each group of rows of the band are vectors in the thread's scrat
 
 from __future__ import annotations
 
-from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Level, Value, vec
-from ggmlb.backends.llvm.codegen.simd import SIZES, load_floats, total
+from ggmlb.backends.llvm.codegen.emit import F32, I32, Emitter, Level, Value, vec
+from ggmlb.backends.llvm.codegen.simd import SIZES, add_bfloats, load_floats, total
 from ggmlb.backends.llvm.kernels import tiles
 from ggmlb.backends.llvm.kernels.matvec import MatChunk
 
@@ -31,15 +31,26 @@ LINE_NBYTES = 64
 """Size of a cache line, the step of prefetching [bytes]."""
 
 
-def suits(level: Level, k: int, m: int, n: int) -> bool:
+_SIZES = {**SIZES, tiles.PAIRS: 4}
+
+
+def _load(k: Emitter, dtype: str, address: Value, mask: Value | None) -> Value:
+    """Read a vector of floats or pairs; lanes not set in the mask are 0."""
+    if dtype != tiles.PAIRS:
+        return load_floats(k, dtype, address, k.level.lanes, mask)
+    type_ = vec(I32, k.level.lanes)
+    return k.load(type_, address) if mask is None else k.load_masked(type_, address, mask)
+
+
+def suits(level: Level, k: int, m: int, n: int, pairs: bool = False) -> bool:
     """Whether kernel `floats` is fastest for `n` rows of activations and `m` weight rows, of `k` elements."""
     wide = level.lanes == 16
     if n < 4 or n > MOST or m < rows_at_once(level, n):
         return False
     if n <= 8:  # the alternative is `matvec`, which needs more registers
-        return not wide or k * n > NEAR
+        return not wide or pairs or k * n > NEAR
     # With short rows `float_tiles` can fuse epilogues, and the reduction of lanes here costs too much.
-    return k > tiles.DEPTH and k >= n * (64 if wide else 12)
+    return k > tiles.DEPTH and k >= n * (32 if pairs else 64 if wide else 12)
 
 
 def columns_at_once(n: int) -> int:
@@ -72,8 +83,10 @@ def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
     """
     lanes, n_rows, together = k.level.lanes, rows_at_once(k.level, n_columns), _together(k.level, n_columns)
     chunk, (scratch, stride) = MatChunk(k, n_rows), k.ints(2)
+    if b_dtype == tiles.PAIRS:  # a pair is an element of both
+        dtype, chunk.k = tiles.PAIRS, chunk.k // 2
     room, packed, vector = scratch + k.thread * stride, k.local(PANEL_NBYTES), 4 * lanes
-    line, size = vector * n_rows, SIZES[dtype]
+    line, size = vector * n_rows, _SIZES[dtype]
     depth = PANEL_NBYTES // (4 * n_columns) // LINE_NBYTES * LINE_NBYTES
 
     def row_of(group: Value) -> Value:
@@ -107,14 +120,14 @@ def floats(k: Emitter, dtype: str, b_dtype: str, n_columns: int) -> None:
 def _pack(
     k: Emitter, dtype: str, chunk: MatChunk, columns: tuple[Value, int], begin: Value, count: Value, to: Value
 ) -> None:
-    """Copy a panel as float32: vectors of its rows in turn, the last padded with zeros."""
-    lanes, size, (first, n) = k.level.lanes, SIZES[dtype], columns
+    """Copy a panel as float32, or pairs: vectors of its rows in turn, the last padded with zeros."""
+    lanes, size, (first, n) = k.level.lanes, _SIZES[dtype], columns
     whole = count // lanes * lanes
     rows = [chunk.column(k.least(first + c, chunk.n - 1)) + begin * size for c in range(n)]
 
     def move(i: Value, mask: Value | None = None) -> None:
         for c, row in enumerate(rows):
-            values = load_floats(k, dtype, row + i * size, lanes, mask)
+            values = _load(k, dtype, row + i * size, mask)
             k.store(values, to + i * (4 * n) + c * (4 * lanes), 4 * lanes)
 
     with k.loop(0, whole, lanes) as i:
@@ -138,18 +151,18 @@ def _add(
     `later`: distance from the end of these elements to the next ones, for prefetching.
     """
     lanes, (begin, count), (n_columns, some) = k.level.lanes, elements, columns
-    size, floats, vector = SIZES[dtype], vec(F32, lanes), 4 * lanes
+    size, floats, vector = _SIZES[dtype], vec(F32, lanes), 4 * lanes
     places = [[to + (c * len(rows) + r) * vector for r in range(len(rows))] for c in some]
     sums = [
         [k.variable(k.select(begin > 0, k.load(floats, at, vector), 0)) for at in line] for line in places
     ]
 
     def add(i: Value, mask: Value | None = None) -> None:
-        weights = [load_floats(k, dtype, row + i * size, lanes, mask) for row in rows]
+        weights = [_load(k, dtype, row + i * size, mask) for row in rows]
         for c, line in zip(some, sums, strict=True):
-            x = k.load(floats, packed + i * (4 * n_columns) + c * vector, vector)
+            x = k.load(weights[0].type, packed + i * (4 * n_columns) + c * vector, vector)
             for slot, w in zip(line, weights, strict=True):
-                slot.set(k.fma(w, x, slot.now))
+                slot.set(add_bfloats(k, slot.now, w, x) if dtype == tiles.PAIRS else k.fma(w, x, slot.now))
 
     unit, ahead = LINE_NBYTES // size, k.least(count, AHEAD // size)
     whole = count // unit * unit

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from ggmlb.backends.llvm.codegen.emit import F32, Emitter, Level, Value, Variable, vec
-from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
+from ggmlb.backends.llvm.codegen.emit import F32, I16, I32, Emitter, Level, Value, Variable, vec
+from ggmlb.backends.llvm.codegen.simd import SIZES, add_bfloats, load_float, load_floats
 from ggmlb.backends.llvm.kernels import tiles
 from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS
 from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
@@ -73,7 +73,7 @@ def _of_matrix(
     chunk: MatChunk,
     epilogue: Epilogue,
 ) -> None:
-    source: Tiles = partial(_pack, k, types[0], chunk)
+    source: Tiles = partial(_pack, k, types[0], types[1] == tiles.PAIRS, chunk)
     if is_interleaved:  # a strip has a tile's layout
         source = partial(_strip_vectors, k, chunk, SIZES[types[0]])
     multiply(k, types, n_columns, chunk, epilogue.read, source, depth(is_interleaved), is_interleaved)
@@ -125,35 +125,41 @@ def multiply(
         read: Reads the arguments of the epilogue, and returns it.
         tiles_: Returns a tile.
         most: Elements of a row multiplied in one pass.
-        is_interleaved: Whether the tiles are in strips; others are packed as float32.
+        is_interleaved: Whether the tiles are in strips; others are packed as float32, or as pairs.
     """
     n_rows, n = tile_rows(k.level), k.level.lanes
-    stored, b_dtype = types if is_interleaved else ("f32", types[1])
-    step = ROWS if is_interleaved else n_rows
+    (dtype, b_dtype), pairs = types, types[1] == tiles.PAIRS
+    together = 2 if pairs else 1
+    step = ROWS * SIZES[dtype] * together if is_interleaved else 4 * n_rows
     scratch, stride = k.ints(2)
     finish = read(k)
     packed = scratch + k.thread * stride
-    b_size = SIZES[b_dtype]
+    b_size = 4 if pairs else SIZES[b_dtype]
     with k.loop(chunk.first, chunk.last) as tile:
         first = tile * n_rows
         with k.loop(0, chunk.k, most) as begin:
             count = k.least(chunk.k - begin, most)
-            vectors = tiles_(first, begin, count, packed)
+            vectors = tiles_(first, begin, count // together, packed)
             with k.loop(chunk.start, chunk.n, n_columns) as column:
                 sums = [[k.variable(k.const(vec(F32, n), 0)) for _ in range(n_columns)] for _ in range(2)]
                 # Beyond the last row of activations the last one is read again.
                 rows = [
-                    chunk.column(k.least(column + c, chunk.n - 1)) + begin * b_size for c in range(n_columns)
+                    chunk.column(k.least(column + c, chunk.n - 1)) + begin // together * b_size
+                    for c in range(n_columns)
                 ]
-                with k.loop(0, count) as i:
+                with k.loop(0, count // together) as i:
                     if is_interleaved:
                         for at in vectors:
-                            k.prefetch(at + i * (step * SIZES[stored]) + AHEAD)
-                    weights = [load_floats(k, stored, at + i * (step * SIZES[stored]), n) for at in vectors]
+                            k.prefetch(at + i * step + AHEAD)
+                    weights = [_weights(k, dtype, pairs, is_interleaved, at + i * step) for at in vectors]
                     for c, row in enumerate(rows):
-                        x = load_float(k, b_dtype, row + i * b_size).splat(n)
+                        at = row + i * b_size
+                        x = (k.load(I32, at) if pairs else load_float(k, b_dtype, at)).splat(n)
                         for v in range(2):
-                            sums[v][c].set(k.fma(weights[v], x, sums[v][c].now))
+                            now = sums[v][c].now
+                            sums[v][c].set(
+                                add_bfloats(k, now, weights[v], x) if pairs else k.fma(weights[v], x, now)
+                            )
                 if finish is None:
                     with k.when(begin > 0):
                         add_result(k, sums, chunk, first, column)
@@ -173,21 +179,42 @@ def _strip_vectors(
     return found
 
 
+def _weights(k: Emitter, dtype: str, pairs: bool, is_interleaved: bool, address: Value) -> Value:
+    """Load an element, or a pair, of each row of a vector from a packed tile or a strip."""
+    n = k.level.lanes
+    if not is_interleaved:
+        return k.load(vec(I32 if pairs else F32, n), address)
+    if not pairs:
+        return load_floats(k, dtype, address, n)
+    both = k.load(vec(I16, 2 * n), address)
+    return both.shuffle([j // 2 + n * (j % 2) for j in range(2 * n)]).bits(vec(I32, n))
+
+
 def _pack(
-    k: Emitter, dtype: str, chunk: MatChunk, first: Value, begin: Value, depth: Value, packed: Value
+    k: Emitter,
+    dtype: str,
+    pairs: bool,
+    chunk: MatChunk,
+    first: Value,
+    begin: Value,
+    depth: Value,
+    packed: Value,
 ) -> list[Value]:
+    """Pack `depth` elements, as float32, or pairs of the tile's rows."""
     n, size = k.level.lanes, SIZES[dtype]
-    n_rows = tile_rows(k.level)
+    n_rows, step = tile_rows(k.level), 2 * size if pairs else size
     for v in range(0, n_rows, n):
         rows = [chunk.a + k.least(first + v + r, chunk.m - 1) * chunk.a_nb1 + begin * size for r in range(n)]
         whole = depth // n * n
         with k.loop(0, whole, n) as i:
-            loaded = [load_floats(k, dtype, row + i * size, n) for row in rows]
+            at = [row + i * step for row in rows]
+            loaded = [k.load(vec(I32, n), a) if pairs else load_floats(k, dtype, a, n) for a in at]
             for j, column in enumerate(transposed(loaded)):
                 k.store(column, packed + (i + j) * (4 * n_rows) + v * 4, 4)
         with k.loop(whole, depth) as i:
             for r, row in enumerate(rows):
-                k.store(load_float(k, dtype, row + i * size), packed + i * (4 * n_rows) + (v + r) * 4)
+                value = k.load(I32, row + i * step) if pairs else load_float(k, dtype, row + i * step)
+                k.store(value, packed + i * (4 * n_rows) + (v + r) * 4)
     return [packed, packed + 4 * n]
 
 

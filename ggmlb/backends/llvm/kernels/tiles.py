@@ -29,6 +29,9 @@ class ResultChunk(Protocol):
         """Address of row `c` of the result."""
 
 
+PAIRS = "bf16 pairs"
+"""As the type of activations: bfloat16, multiplied by bfloat16 in pairs; rows have an even length."""
+
 DEPTH = 256
 """Elements of a row packed at a time."""
 

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, Product
 from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, keeps_operand, operands
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm import prefetching
+from ggmlb.backends.llvm.codegen.emit import Level
 from ggmlb.backends.llvm.kernels import (
     activations,
     byte_tiles,
+    convert,
     float_bands,
     float_tiles,
     interleaved,
@@ -38,6 +41,9 @@ FEW, FEW_FLOATS = 4, 8
 
 FEW_PACKED = 5
 """The same for floats in strips; AVX2 has no registers for more."""
+
+LEAST_PAIRED = 4
+"""Least number of rows of activations of which pairs of bfloat16 are multiplied."""
 
 PANEL_NBYTES = 1 << 19
 """Size of a panel of quantised activations, multiplied by the whole weight before the next one [bytes]."""
@@ -98,9 +104,12 @@ def product(
     a, b = node.operand(0), node.operand(1)
     quantized, packed, level = a.dtype.is_quantized, is_interleaved(a), ctx.level
     k, m, n = *a.ne[:2], b.ne[1]
-    x = _activations(a, b, ctx, few=not is_many(node))
+    pairs = n >= LEAST_PAIRED and _in_pairs(a, b, level)
+    x = _activations(a, b, ctx, not is_many(node), pairs)
     types, x_nb = (name(a), x.dtype), x.nb
-    ahead = prefetching.Ahead(0, 0) if is_many(node) else prefetching.ahead(ctx.library, name(a), packed)
+    ahead = (
+        prefetching.Ahead(0, 0) if is_many(node) or pairs else prefetching.ahead(ctx.library, name(a), packed)
+    )
     to = node if result is None else result
     y, y_nb = ctx.address(to), to.nb
     matrices, panels, extents = b.ne[2] * b.ne[3], 1, b.ne[2:]
@@ -113,12 +122,12 @@ def product(
         )  # fmt: skip
         ctx.launch(kernel, params, args, parts * matrices)
 
-    if not quantized and not packed and float_bands.suits(level, k, m, n):
+    if not quantized and not packed and float_bands.suits(level, k, m, n, pairs):
         parts = _parts(ctx, matrices, k * m * n / 25, -(-m // float_bands.rows_at_once(level, n)))
         nbytes = float_bands.scratch_nbytes(level, n)
         scratch = ctx.scratch(nbytes * ctx.n_threads)
         launch(float_bands.floats, (*types, float_bands.columns_at_once(n)), 0, n, parts, scratch, nbytes)
-    elif is_many(node):
+    elif is_many(node) or pairs:
         if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
             panels = matrices = _panels(n, x_nb[1], byte_tiles.rows_together(level, name(a)))
         if panels > 1:  # panels are matrices that share the weight
@@ -194,11 +203,27 @@ class _Activations(NamedTuple):
     dtype: str
 
 
-def _activations(a: Tensor, b: Tensor, ctx: LoweringContext, few: bool) -> _Activations:
+def _activations(a: Tensor, b: Tensor, ctx: LoweringContext, few: bool, pairs: bool = False) -> _Activations:
     """Return the activations `b` as kernels for weight `a` read them; quantise them first if necessary.
 
-    `few`: the weight is read in place.
+    Args:
+        a: The weight.
+        b: The activations.
+        ctx: The context to emit to.
+        few: Whether the weight is read in place.
+        pairs: Whether pairs of bfloat16 are multiplied, to which the activations are rounded, as in ggml.
     """
+    if pairs and b.dtype is DType.BF16:
+        return _Activations(ctx.address(b), b.nb, tiles.PAIRS)
+    if pairs:
+        layout = activations.ActivationLayout(bf16=True)
+        row = layout.row_nbytes(b.ne[0])
+        address, are_there = ctx.activations(b, row * b.ne[1] * b.ne[2] * b.ne[3], layout)
+        nb = (2, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
+        if not are_there:
+            to = Mem(None, address, DType.BF16, b.ne, nb)
+            ctx.launch_rows(convert.copy, ("bf16", name(b)), (), b.ne, [to, b], 0.1, join=True, cut=True)
+        return _Activations(address, nb, tiles.PAIRS)
     if not a.dtype.is_quantized:
         return _Activations(ctx.address(b), b.nb, name(b))
     if not few:
@@ -214,6 +239,11 @@ def _activations(a: Tensor, b: Tensor, ctx: LoweringContext, few: bool) -> _Acti
         chunks = ctx.chunks(b.n_elements * 0.6, b.n_elements // 32)
         ctx.launch(activations.quantize, (name(b), layout), args, chunks)
     return _Activations(address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2]), activations.QUANTIZED)
+
+
+def _in_pairs(a: Tensor, b: Tensor, level: Level) -> bool:
+    """Whether a product can multiply pairs of bfloat16."""
+    return level.bf16 and a.dtype is DType.BF16 and a.ne[0] % 2 == 0 and b.nb[1] % 2 == 0
 
 
 def _whole_lines(nbytes: int) -> int:
