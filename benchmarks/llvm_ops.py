@@ -163,8 +163,8 @@ PART_OF, CELLS, CASES = zip(
     strict=True,
 )
 
-MEASURED = Path(tempfile.gettempdir()) / "ggmlb_llvm_ops_{}_{}.json"
-"""What was measured so far, by the class of machine and the number of threads."""
+MEASURED = Path(tempfile.gettempdir()) / "ggmlb_llvm_ops_{}_{}_{}.json"
+"""What was measured so far, by the class of machine, the number of threads and the peer."""
 CLOCK = "Times are processor times, which other work disturbs less."
 READ_MIB = (64, 512)
 TITLES = {
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     args = parser.parse_args()
     peer = use_peer(args.peer)
-    path = Path(str(MEASURED).format(SIMD or "best", args.threads))
+    path = Path(str(MEASURED).format(SIMD or "best", args.threads, args.peer))
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     with Players(__file__, args.threads) as players:
         for part in args.parts.split(","):

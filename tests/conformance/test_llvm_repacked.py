@@ -57,7 +57,7 @@ def test_products_on_each_instruction_set(stream: LlvmBackend, dtype: DType, n: 
 
 
 @pytest.mark.parametrize("dtype", [t for t in TYPES if t not in FEW_TYPES])
-@pytest.mark.parametrize("n", [1, 21])
+@pytest.mark.parametrize("n", [1, 7, 21])
 def test_products_of_each_type(widest: LlvmBackend, dtype: DType, n: int) -> None:
     same_products(widest, dtype, n)
 

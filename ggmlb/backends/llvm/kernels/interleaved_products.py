@@ -25,6 +25,10 @@ from ggmlb.backends.llvm.kernels.interleaved import (
 )
 from ggmlb.backends.llvm.kernels.matvec import ExpertChunk, MatChunk
 from ggmlb.backends.llvm.kernels.row_loop import each_vector
+from ggmlb.backends.llvm.kernels.tiles import columns
+
+AT_ONCE = 4
+"""Rows of activations multiplied by a strip of blocks, which is read again, from the cache, for others."""
 
 Sums = list[list[Value]]
 """Sums for each vector of a strip's rows, for each row of activations."""
@@ -36,8 +40,11 @@ def few(k: Emitter, dtype: str, n_columns: int, b_dtype: str, hint: int) -> None
     Arguments: `matvec.ARGS`. `hint`: of prefetching.
     """
     chunk = MatChunk(k, ROWS)
+    at_once = columns(n_columns, AT_ONCE) if dtype in FORMATS else n_columns
     with k.loop(chunk.first, chunk.last) as strip:
-        _strip(k, (dtype, b_dtype), chunk, strip, range(n_columns), hint)
+        for first in range(0, n_columns, at_once):
+            some = range(first, min(first + at_once, n_columns))
+            _strip(k, (dtype, b_dtype), chunk, strip, some, hint)
 
 
 def few_experts(k: Emitter, dtype: str, b_dtype: str, hint: int) -> None:

@@ -10,6 +10,7 @@ from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, keeps_oper
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm import prefetching
 from ggmlb.backends.llvm.codegen.emit import Level
+from ggmlb.backends.llvm.codegen.library import library
 from ggmlb.backends.llvm.kernels import (
     activations,
     byte_tiles,
@@ -22,6 +23,7 @@ from ggmlb.backends.llvm.kernels import (
     out_prod,
     tiles,
 )
+from ggmlb.backends.llvm.kernels.blocks import FORMATS
 from ggmlb.backends.llvm.kernels.driver import CHUNK_BITS
 from ggmlb.backends.llvm.lowering.context import READ, RULES, LoweringContext, name
 from ggmlb.backends.llvm.lowering.elementwise import PARAMS, plain_function
@@ -39,8 +41,9 @@ CACHED_NBYTES = 1 << 24
 FEW, FEW_FLOATS = 4, 8
 """Largest number of rows of activations for which a weight is read in place: of blocks, and of floats."""
 
-FEW_PACKED = 5
-"""The same for floats in strips; AVX2 has no registers for more."""
+FEW_STRIPS, FEW_PACKED = 8, 5
+"""The same in strips: of blocks, if a vector has 16 rows (but whole bytes are tiles already, and types with
+many sums lack registers); and of floats, as AVX2 has no registers for more."""
 
 LEAST_PAIRED = 4
 """Least number of rows of activations of which pairs of bfloat16 are multiplied."""
@@ -158,6 +161,9 @@ def is_many(node: Tensor) -> bool:
     """Whether a product has enough rows of activations to pack the weight (GEMM, not GEMV)."""
     a, b = node.operand(0), node.operand(1)
     few = FEW if a.dtype.is_quantized else FEW_PACKED if is_interleaved(a) else FEW_FLOATS
+    if a.dtype.is_quantized and is_interleaved(a) and library().target.level.lanes == interleaved.ROWS:
+        form = FORMATS[name(a)]
+        few = FEW_STRIPS if form.together <= 4 and not form.wide else few
     return b.ne[1] > few
 
 
