@@ -125,6 +125,26 @@ def argmax(n: int) -> list[Step]:
     return beside_cpu(ctx.argmax(ctx.new_tensor(DType.F32, (n, 3))), ctx, own=False)
 
 
+def top_k(n: int, k: int, n_launches: int) -> list[Step]:
+    """The largest of three rows with equal elements and a NaN; the first k of one are equal."""
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (n, 3))
+    y = ctx.top_k(x, k)
+    place(ctx)
+    values = np.random.default_rng(4).integers(-40, 40, (3, n)).astype(np.float32)
+    values[0, n // 2] = -np.float32(np.nan)
+    values[1, : k + 5] = 99
+    x.set_array(values)
+    steps = steps_of(y, own=False)
+    assert len(steps) == n_launches
+    found = in_both_orders(steps, y)
+    assert n // 2 in found[0]
+    for row, ids in zip(np.nan_to_num(values, nan=1e9), found, strict=True):
+        assert len({*ids.tolist()}) == k
+        assert np.array_equal(np.sort(row[ids]), np.sort(row)[-k:])
+    return steps
+
+
 def experts(dtype: DType, slots: int, tokens: int, own: bool, target: Target = CARD) -> list[Step]:
     """A product with one of three matrices for each row; most rows meet the first, but not the first row."""
     ctx = Context()
@@ -347,6 +367,11 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "portable heads, normalised": partial(heads, 0, 64, 2, norms=True),
     "f16, experts": partial(experts, DType.F16, 1, 3, True),
     "argmax, long rows": partial(argmax, 1000),
+    "argmax, rows in segments": partial(argmax, 8200),
+    "top_k, lanes of a warp": partial(top_k, 100, 8, 1),
+    "top_k, long rows": partial(top_k, 3000, 64, 1),
+    "top_k, rows beyond registers": partial(top_k, 17021, 64, 1),
+    "top_k, rows in segments": partial(top_k, 8200, 64, 2),
     "portable f16, few columns": partial(portable, DType.F16, 1320, 5, 3),
     "portable f32, few columns and a rest": partial(portable, DType.F32, 69, 5, 3),
     "portable q4_0, tiles": partial(portable, DType.Q4_0, 96, 70, 67),

@@ -12,6 +12,7 @@ PURE_ float fabs(float);
 PURE_ float floor(float);
 PURE_ float ceil(float);
 PURE_ float trunc(float);
+PURE_ int max(int, int);
 PURE_ float fmax(float, float);
 PURE_ float fmin(float, float);
 PURE_ float pow(float, float);

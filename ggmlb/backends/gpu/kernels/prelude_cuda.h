@@ -118,7 +118,7 @@ DEVICE_FN float F8_SUM(F8 a)
 { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
 
 /* Reduce over the LANES threads of a row; each gets the result. With LANES of 32 or more it is a block barrier, too.
-   s: LOCAL float[WG] */
+   s: LOCAL float[WG], or int[WG] */
 #ifndef LANES
 #define LANES WG
 #endif
@@ -136,3 +136,5 @@ DEVICE_FN float F8_SUM(F8 a)
 #define ADD_(a, b) ((a) + (b))
 DEVICE_FN float WG_REDUCE_ADD(float x, float *s) { WG_REDUCE_(ADD_, 0.0f) }
 DEVICE_FN float WG_REDUCE_MAX(float x, float *s) { WG_REDUCE_(fmaxf, AS_FLOAT(0xff800000u)) }
+DEVICE_FN int WG_REDUCE_ADD_INT(int x, int *s) { WG_REDUCE_(ADD_, 0) }
+DEVICE_FN int WG_REDUCE_MAX_INT(int x, int *s) { WG_REDUCE_(max, -2147483647 - 1) }

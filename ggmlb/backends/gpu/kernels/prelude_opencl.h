@@ -178,3 +178,5 @@ DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.
 #define ADD_(a, b) ((a) + (b))
 __attribute__((always_inline)) DEVICE_FN float WG_REDUCE_ADD(float x, LOCAL float *s) { WG_REDUCE_(ADD_) }
 __attribute__((always_inline)) DEVICE_FN float WG_REDUCE_MAX(float x, LOCAL float *s) { WG_REDUCE_(FMAX) }
+__attribute__((always_inline)) DEVICE_FN int WG_REDUCE_ADD_INT(int x, LOCAL int *s) { WG_REDUCE_(ADD_) }
+__attribute__((always_inline)) DEVICE_FN int WG_REDUCE_MAX_INT(int x, LOCAL int *s) { WG_REDUCE_(max) }

@@ -16,6 +16,7 @@ from ggmlb.backends.gpu.launch import (
     flattened,
     in_registers,
     launch,
+    row_length,
     rowwise,
 )
 from ggmlb.backends.gpu.lowering.base import RULES
@@ -100,9 +101,29 @@ def _cumsum(node: Tensor, target: Target) -> list[Launch]:
     return [rowwise(target, "cumsum", _mems(node))]
 
 
+def _largest(target: Target, name: str, a: Mem, d: Mem) -> list[Launch]:
+    """Return the launches of the kernel `name`, which writes the numbers of the largest elements of rows.
+
+    A GPU's many groups find those of each segment of a long row; another pass finds the largest of these.
+    """
+    k, more, length = d.ne[0], a.ne[1:3], row_length(a.ne[0])
+    n = a.ne[0] // max(length, 1)
+    if target.on_cpu or n < 2 or a.ne[3] > 1 or 2 * k > length:
+        return [in_registers(target, name, [a, d, d, d], over=0)]
+    segments = a.window((length, n, *more), (a.nb[0], length * a.nb[0], *a.nb[1:3]))
+    found = [Scratch(4 * k * n * math.prod(more)) for _ in range(2)]
+    values, ids = (x.mem(t, (k, n, *more)) for x, t in zip(found, (DType.F32, DType.I32), strict=True))
+    rows, numbers = (x.mem(t.dtype, (k * n, *more, 1)) for x, t in zip(found, (values, ids), strict=True))
+    return [
+        in_registers(target, name, [segments, ids, values, ids], over=0, SEGMENTS=1),
+        in_registers(target, name, [rows, numbers, numbers, d], over=0, IDS=1),
+    ]
+
+
 @RULES.rule(Op.ARGMAX, operands(FLOATS, out=I32), has_elements)
 def _argmax(node: Tensor, target: Target) -> list[Launch]:
-    return [rowwise(target, "argmax", _mems(node), over=0)]
+    a, d = _mems(node)
+    return _largest(target, "argmax", a, d.window((1, *d.ne[:3]), (4, *d.nb[:3])))
 
 
 @RULES.rule(Op.ARGSORT, operands(FLOATS, out=I32))
@@ -113,7 +134,7 @@ def _argsort(node: Tensor, target: Target) -> list[Launch]:
 
 @RULES.rule(Op.TOP_K, operands(FLOATS, out=I32))
 def _top_k(node: Tensor, target: Target) -> list[Launch]:
-    return [rowwise(target, "top_k", _mems(node), over=0)]
+    return _largest(target, "top_k", *_mems(node))
 
 
 @RULES.rule(Op.CROSS_ENTROPY_LOSS, operands(FLOATS, FLOATS), has_elements)
