@@ -2,9 +2,9 @@
 
 No card is needed: the driver allocates memory of the host, and compiles and computes nothing. What is left is
 the time of Python and of what it calls: the thread's processor time, without CUDA's own. The model has 32
-layers; its other sizes do not matter to the host. A prompt of 8,192 tokens is computed in chunks of 512:
-first in a process that has not seen their sizes, then three times again. CUDA graphs are captured when steps
-are queued for the second time.
+layers and 128,256 tokens; its other sizes do not matter to the host. A prompt of 8,192 tokens is computed in
+chunks of 512: first in a process that has not seen their sizes, then three times again. CUDA graphs are
+captured when steps are queued for the second time.
 
     python benchmarks/host.py [--layers 32] [--profile token|prompt|again] [--save]
 """
@@ -35,6 +35,7 @@ from ggmlb.backends.gpu import Launch
 from ggmlb.interface.data import Bytes
 from ggmlb.models import TextModel
 from ggmlb.models.text.decoder import N_BATCH, Token
+from ggmlb.models.text.sampling import Options, Sampler
 
 ALIGNMENT = 256
 N_PROMPT = 8192
@@ -167,6 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     driver = CountingDriver()
     ggmlb.backends.cuda.load_driver = lambda: driver
+    random_model.N_VOCAB = 128_256
     random_model.SHAPES["host"] = random_model.Shape(options.layers, 512, 1024, 8, 2)
     with tempfile.TemporaryDirectory() as home:
         path = random_model.random_model("q4_K_M", "host", Path(home))
@@ -202,16 +204,31 @@ def measure(model: TextModel, driver: CountingDriver, profile: str | None) -> tu
             figures = [f"{f(times):.2f}" for f in (statistics.mean, min, max)]
             chunks.row(name, *figures, n_queued, driver.counts["event_synchronize"])
         last = sequence if name == "again, replayed" else model._engine.memory.remove(sequence)
-    for i in range(N_PROMPT, N_PROMPT + 8):
-        one(last, i)
-    driver.counts.clear()
-    one(last, N_PROMPT + 8)
-    calls = ", ".join(f"{n} {call}" for call, n in sorted(driver.counts.items()))
-    if profile == "token":
-        profiled(lambda: [one(last, i) for i in range(N_PROMPT + 9, N_PROMPT + 209)])
-    times = [thread_ms(lambda i=i: one(last, i)) for i in range(N_PROMPT + 210, N_PROMPT + 510)]
+    results = decoder._runs._results
+    assert results is not None
+    results.base.view(np.float32)[:] = np.random.default_rng(1).standard_normal(results.size // 4) * 3
+    sampler = Sampler(Options())
+
+    def sampled(sequence: int, position: int, k: int) -> None:
+        (row,) = decoder.likeliest([Token(300 + position % 1000, sequence, position, True)], k)
+        sampler(row, [])
+
     tokens = Table("token", "median [us]", "least [us]", "driver calls")
-    tokens.row("decode", round(1e3 * statistics.median(times)), round(1e3 * min(times)), calls)
+    for name, run in (
+        ("logits", one),
+        ("logits, sampled by default", partial(sampled, k=0)),
+        ("candidates, sampled by default", partial(sampled, k=sampler.n_best)),
+    ):
+        for i in range(N_PROMPT, N_PROMPT + 8):
+            run(last, i)
+        driver.counts.clear()
+        run(last, N_PROMPT + 8)
+        calls = ", ".join(f"{n} {call}" for call, n in sorted(driver.counts.items()))
+        if (profile, name) == ("token", "logits"):
+            profiled(lambda: [one(last, i) for i in range(N_PROMPT + 9, N_PROMPT + 209)])
+        times = [thread_ms(lambda i=i, run=run: run(last, i)) for i in range(N_PROMPT + 210, N_PROMPT + 500)]
+        tokens.row(name, round(1e3 * statistics.median(times)), round(1e3 * min(times)), calls)
+        model._engine.memory.remove(last, N_PROMPT)
     return tokens, chunks
 
 

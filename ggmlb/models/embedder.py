@@ -236,7 +236,7 @@ class BertEmbedder(ModelOnDevices):
                 graph = self._runs.get(sizes, partial(self._build, *sizes))
                 graph.set_inputs([tokens[i] for i in members], [n_first[i] for i in members if n_first])
                 self._runs.start(graph)
-                found = self._runs.read(graph.embeddings).reshape(len(members), -1).copy()
+                found = self._runs.read(graph.embeddings)[0].reshape(len(members), -1).copy()
             yield members, found
             n_done += len(members)
             if progress is not None:

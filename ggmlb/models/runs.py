@@ -148,28 +148,32 @@ class Runs(Generic[Key, Built]):
         """Wait for the queued computations."""
         self.scheduler.synchronize()
 
-    def read(self, result: Tensor) -> npt.NDArray[Any]:
-        """Wait for the queued computations; return a result of the last as a flat array.
+    def read(self, *results: Tensor) -> list[npt.NDArray[Any]]:
+        """Wait for the queued computations; return results of the last as flat arrays.
 
-        Its copy to the host is queued behind them, so that there is one wait. The next `read` or computation
-        may overwrite the array.
+        Their copies to the host are queued behind them, so that there is one wait. The next `read` or
+        computation may overwrite the arrays. A tensor must always be read after the same others, if any.
         """
-        found = self._readings.get(result)
-        if found is None or found.place != (result.buffer, result.offset):
-            found = self._readings[result] = self._reading(result)
-        if found.backend is not None:
-            found.backend.get_tensor_async(result, found.data)
+        found, end = [], 0
+        for result in results:
+            start, end = end, end + result.nbytes
+            reading = self._readings.get(result)
+            if reading is None or reading.place != (result.buffer, result.offset):
+                self._reserve_result(sum(r.nbytes for r in results))
+                reading = self._readings[result] = self._reading(result, start)
+            if reading.backend is not None:
+                reading.backend.get_tensor_async(result, reading.data)
+            found.append(reading.values)
         self.wait()
-        return found.values
+        return found
 
-    def _reading(self, result: Tensor) -> Reading:
+    def _reading(self, result: Tensor, start: int) -> Reading:
         buffer, place = result.buffer, (result.buffer, result.offset)
         if buffer is not None and buffer.is_host:
             values = np.asarray(result).reshape(-1)
             return Reading(place, None, values.view(np.uint8), values)
-        self._reserve_result(result.nbytes)
-        memory = np.empty(result.nbytes, np.uint8) if self._results is None else self._results.base
-        data = memory[: result.nbytes]
+        whole = np.empty(start + result.nbytes, np.uint8) if self._results is None else self._results.base
+        data = whole[start : start + result.nbytes]
         return Reading(place, self.scheduler.get_tensor_backend(result), data, data.view(result.dtype.numpy))
 
     def free(self) -> None:

@@ -69,13 +69,13 @@ def test_jobs_that_outgrow_the_context_are_paused_and_end_alike(
     with TextModel(models(), ["CPU"], n_ctx=144, kv_type="f32") as model:
         alone = [model.generate(p, max_tokens=80, temperature=0, ignore_eos=True).tokens for p in prompts]
         computed: list[Token] = []
-        decode = model._engine.decoder.decode
+        likeliest = model._engine.decoder.likeliest
 
-        def noted(batch: list[Token], is_view: bool = False) -> np.ndarray:
+        def noted(batch: list[Token], k: int) -> np.ndarray:
             computed.extend(batch)
-            return decode(batch, is_view)
+            return likeliest(batch, k)
 
-        monkeypatch.setattr(model._engine.decoder, "decode", noted)
+        monkeypatch.setattr(model._engine.decoder, "likeliest", noted)
         with model.queue() as queue:
             jobs = [queue.submit(p, max_tokens=80, temperature=0, ignore_eos=True) for p in prompts]
             assert [job.wait(60).tokens for job in jobs] == alone

@@ -14,7 +14,14 @@ from ggmlb.models import TextModel
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.text.dry import breakers_of
-from ggmlb.models.text.sampling import Floats, Options, Sampler, log_probabilities
+from ggmlb.models.text.sampling import (
+    CANDIDATE,
+    N_BEST,
+    Floats,
+    Options,
+    Sampler,
+    log_probabilities,
+)  # fmt: skip
 
 
 def plain(logits: Floats, s: Options, number: float) -> int:
@@ -28,6 +35,14 @@ def plain(logits: Floats, s: Options, number: float) -> int:
         ids = ids[: max(1, np.count_nonzero(odds[: ids.size] >= s.min_p))]
     sums = np.cumsum(np.exp(kept[: ids.size].astype(np.float64) / s.temperature))
     return int(ids[min(np.searchsorted(sums, number * sums[-1], "right"), ids.size - 1)])
+
+
+def best(logits: Floats) -> np.ndarray:
+    """As a device finds the most likely tokens: of equal ones at the end any."""
+    found = np.empty(min(N_BEST, logits.size), CANDIDATE)
+    found["id"] = np.sort(logits.size - 1 - np.argsort(-logits[::-1], kind="stable")[: found.size])
+    found["logit"] = logits[found["id"]]
+    return found
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -48,8 +63,11 @@ def test_tokens_are_those_of_a_plain_sampler(seed: int) -> None:
         seed=seed,
     )
     sampler, numbers = Sampler(options), np.random.Generator(np.random.PCG64(seed))
+    few, some = Sampler(options), best(logits)
     for _ in range(3):
         found = sampler(logits, [0])
+        if 0 < few.n_best <= np.count_nonzero(some["logit"] > some["logit"].min()):
+            assert few(some, [0]) == found
         expected = int(logits.argmax()) if options.top_k == 1 else plain(logits, options, numbers.random())
         assert found == expected, options
     k = int(draw.choice([1, 3, 50]))
@@ -97,3 +115,15 @@ def test_text_of_a_model_repeats_less(models: Callable[..., Path]) -> None:
         )
         assert model.generate(prompt, options).tokens != [262]
         assert model.generate(prompt, options, dry_sequence_breakers=["b"]).tokens == [262]
+
+
+@pytest.mark.parametrize("changes", [
+    {"repeat_penalty": 1.1}, {"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"mirostat": 2},
+    {"logit_bias": {3: 1.0}}, {"logits_processor": lambda _, logits: logits}, {"logprobs": 1}, {"top_k": 0},
+    {"dry_multiplier": 0.8},
+])  # fmt: skip
+def test_what_needs_the_whole_vocabulary(changes: dict[str, object]) -> None:
+    assert Sampler(Options()).n_best == 40
+    assert Sampler(Options(temperature=0)).n_best == 1
+    assert Sampler(Options(**changes)).n_best == 0  # type: ignore[arg-type]
+    assert Sampler(Options(), lambda _, logits: logits).n_best == 0

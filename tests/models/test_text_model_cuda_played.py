@@ -11,6 +11,7 @@ import pytest
 
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.models import Placement, TextModel
+from ggmlb.models.text.sampling import N_BEST
 from tests.support.adapters import adapted, write_adapter
 from tests.support.cuda_played import on_played_cards
 from tests.support.text_models import KINDS, write_text_model
@@ -62,6 +63,27 @@ def test_what_is_inside_two_cards(tmp_path: Path, kind: str) -> None:
     path = write_text_model(tmp_path / "model.gguf", kind)
     adapter = write_adapter(tmp_path / "adapter.gguf", path, [w for w in adapted(path) if "embd" not in w])
     on_played_cards(compare_inside, path, adapter)
+
+
+def with_and_without_candidates(path: Path) -> list[list[list[int]]]:
+    """Return tokens sampled from candidates that the card finds, and from all logits."""
+    found = []
+    for n_best in (N_BEST, 0):
+        with TextModel(path, n_ctx=64, devices=["CUDA0", "CPU"]) as model:
+            decoder = model._engine.decoder
+            assert decoder._n_best == N_BEST
+            decoder._n_best = n_best
+            found.append([
+                model.generate(PROMPT, max_tokens=6, ignore_eos=True, **options).tokens
+                for options in ({"temperature": 0}, {"seed": 2})
+            ])  # fmt: skip
+            assert bool(decoder._runs.last.best) == (n_best > 0)  # type: ignore[union-attr]
+    return found
+
+
+def test_a_card_finds_the_most_likely_tokens(tmp_path: Path) -> None:
+    few, whole = on_played_cards(with_and_without_candidates, write_text_model(tmp_path / "model.gguf"))
+    assert few == whole
 
 
 def launches_of_a_token(paths: list[Path]) -> list[int]:

@@ -181,7 +181,7 @@ class OnnxModel(ModelOnDevices):
                     results[name] = found.copy()
                 else:
                     tensor, shape, dtype = found
-                    flat = self._runs.read(tensor) if math.prod(shape) else np.empty(0, np.float32)
+                    flat = self._runs.read(tensor)[0] if math.prod(shape) else np.empty(0, np.float32)
                     results[name] = np.array(flat.reshape(shape).astype(dtype))
         return results
 

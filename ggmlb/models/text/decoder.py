@@ -19,9 +19,10 @@ from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost, TokenCosts
 from ggmlb.models.text.experts import ExpertCache
-from ggmlb.models.text.graph import ATTENTION, TextGraph, computed_mask
+from ggmlb.models.text.graph import ATTENTION, TextGraph, best_of, computed_mask
 from ggmlb.models.text.kv_cache import FREE, SPARE
 from ggmlb.models.text.memory import SequenceMemory
+from ggmlb.models.text.sampling import CANDIDATE, N_BEST
 from ggmlb.models.text.step import LensGraph, StepGraph
 
 N_BATCH = 512
@@ -141,6 +142,9 @@ class Decoder:
         apart = [b for b in backends if b.default_buffer_type in homes and not b.default_buffer_type.is_host]
         self._computes_masks = {b.default_buffer_type: b for b in apart if _computes_mask(b, memory.n_cells)}
         self._is_coarse = any(b.device.type is DeviceType.GPU for b in apart)
+        head = weights["output.weight"].placed("decode").buft
+        ranks = any(b.default_buffer_type == head and _ranks(b, config.n_vocab) for b in backends)
+        self._n_best = N_BEST if ranks else 0
         self._lost: set[int] = set()
         self._queued: list[tuple[npt.NDArray[np.int64], set[int]]] = []  # cells and sequences of steps
         waiting = weakref.WeakMethod(self.wait)  # the memory must not keep the decoder
@@ -179,8 +183,6 @@ class Decoder:
     def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
         """Compute a batch, cache it, return logits; with `is_view`, the next batch may overwrite them.
 
-        A single token with `is_view` takes a faster path.
-
         Args:
             batch: At most `N_BATCH` tokens, at most `N_OUT` of them with logits; those of a sequence in
                 order, each after the last.
@@ -192,9 +194,35 @@ class Decoder:
         Raises:
             AllocationError: The cache is full, or a device lacks room.
         """
-        if is_view and len(batch) == 1 and batch[0].wants_logits:
-            return self._next(batch[0])
-        return self._compute(batch, "logits", {}, is_view)
+        return self.likeliest(batch, 0) if is_view else self._compute(batch, "logits", {})
+
+    def likeliest(self, batch: Sequence[Token], k: int) -> Array:
+        """As `decode` with `is_view`, but logits of fewer tokens where a device finds the most likely.
+
+        Args:
+            batch: As for `decode`.
+            k: Of how many of the most likely tokens logits are needed; 0: of all.
+
+        Returns:
+            `CANDIDATE`s by ascending number, shape `(n, N_BEST)`, all finite, which are among others all
+            tokens with a logit of at least the `k`-th largest; or logits, shape `(n, n_vocab)`.
+        """
+        if len(batch) == 1 and batch[0].wants_logits:
+            return self._next(batch[0], k)
+        return self._compute(batch, "logits", {}, True, k)
+
+    def _read(self, graph: TextGraph, output: str, wanted: slice | Array, k: int = 0) -> Array:
+        """Wait; return rows `wanted` of an output of the last graph; of logits, if `k`, as `likeliest`."""
+        if 0 < k < N_BEST and graph.best:
+            ids, logits = (x.reshape(-1, N_BEST)[wanted] for x in self._runs.read(*graph.best))
+            least = logits.min(axis=1, keepdims=True)  # others in the vocabulary may be equal to it
+            if np.count_nonzero(logits > least, axis=1).min() >= k and np.isfinite(logits.sum()):
+                found = np.empty(ids.shape, CANDIDATE)
+                found["id"], found["logit"] = ids, logits
+                found.view(np.int64).sort(axis=1)  # the upper half, as on all processors of ggml, is the id
+                return found
+        (rows,) = self._runs.read(getattr(graph, output))
+        return rows.reshape(-1, getattr(self._config, WIDTHS[output]))[wanted]
 
     def wait(self) -> None:
         """Wait for the queued batches, if there are any; if that fails, their tokens are lost."""
@@ -264,7 +292,8 @@ class Decoder:
             graph.states.set(part)
             graph.set_changes(self.changes, np.zeros(0, np.int32))
             self._runs.start(graph)
-            rows[:] = self._runs.read(graph.logits).reshape(N_OUT, -1)[: len(rows)]
+            (logits,) = self._runs.read(graph.logits)
+            rows[:] = logits.reshape(N_OUT, -1)[: len(rows)]
         return found
 
     def free(self) -> None:
@@ -286,8 +315,8 @@ class Decoder:
                     for n_kv in {n_cells, min(self._least_cells(n), n_cells)}:
                         yield self._new_graph(n, n_out, n_kv, n_seqs)
 
-    def _next(self, token: Token) -> Floats:
-        """Compute one token, as most steps do; return its logits, which the next batch overwrites."""
+    def _next(self, token: Token, k: int) -> Array:
+        """Compute one token, as most steps do; return its logits as `likeliest`."""
         number, sequence, position, _ = token
         cells, slots = self._memory.cells, self._memory.slots
         if self._lost:
@@ -301,7 +330,7 @@ class Decoder:
             masks = [cells.row(sequence, position, w)[: 2 * n_kv] for w in self._windows] if cells else ()
             graph.set_token(number, position, cell, slot, masks)
             self._start(graph, [position], 1, {})
-            logits = self._runs.read(graph.logits).reshape(1, -1)
+            logits = self._read(graph, "logits", slice(1), k)
         except BaseException:
             self._fail(np.array([cell]), {sequence})
             raise
@@ -326,7 +355,9 @@ class Decoder:
             )
         return slots.slot_of(sequence)
 
-    def _compute(self, batch: Sequence[Token], output: str, traced: Traced, is_view: bool = False) -> Floats:
+    def _compute(
+        self, batch: Sequence[Token], output: str, traced: Traced, is_view: bool = False, k: int = 0
+    ) -> Array:
         """Compute a batch; return an output of the graphs by the name of its attribute, as `decode`.
 
         Values of nodes are appended to `traced`. Without outputs, the batch is only queued: the host prepares
@@ -369,11 +400,13 @@ class Decoder:
                     if len(self._queued) > MAX_QUEUED:
                         self.wait()
                     continue
-                rows = self._runs.read(getattr(graph, output)).reshape(-1, found.shape[1])
                 is_first = graph.chosen is not None or chosen.size == len(part)
-                rows = rows[: chosen.size] if is_first else rows[chosen]
+                is_view = is_view and len(part) == len(batch)
+                rows = self._read(
+                    graph, output, slice(chosen.size) if is_first else chosen, k if is_view else 0
+                )
                 self._queued.clear()
-                if is_view and len(part) == len(batch):
+                if is_view:
                     return rows
                 found[row_of[part[chosen]]] = rows
         except BaseException:  # keys, values and states may be those of some layers only
@@ -455,6 +488,7 @@ class Decoder:
             self.changes,
             self._computes_masks,
             weighed,
+            self._n_best,
         )
         for (_, memory), node in graph.computed.items():
             while node.op is not Op.NONE:  # up to the inputs
@@ -585,4 +619,14 @@ def _computes_mask(backend: Backend, n_kv: int) -> bool:
     ctx = Context()
     operands = (ctx.new_tensor(DType.F16, ne) for ne in ((n_kv,), (n_kv,), (1, N_BATCH)))
     graph = Graph().build_forward_expand(computed_mask(ctx, *operands))
+    return all(backend.supports_op(node) for node in graph.nodes)
+
+
+def _ranks(backend: Backend, n_vocab: int) -> bool:
+    """Whether a backend finds the most likely tokens (`best_of`), faster than the host after reading all."""
+    if backend.device.type is not DeviceType.GPU or n_vocab <= N_BEST:
+        return False
+    ctx, graph = Context(), Graph()
+    for node in best_of(ctx, ctx.new_tensor(DType.F32, (n_vocab, N_OUT)), N_BEST):
+        graph.build_forward_expand(node)
     return all(backend.supports_op(node) for node in graph.nodes)

@@ -14,10 +14,10 @@ import numpy as np
 from ggmlb.core.errors import ArgumentError, ModelError, shown
 from ggmlb.inspect.html import escape, pre
 from ggmlb.models.text import dry
-from ggmlb.models.text.decoder import N_BATCH, N_OUT, Decoder, Floats, Token
+from ggmlb.models.text.decoder import N_BATCH, N_OUT, Array, Decoder, Floats, Token
 from ggmlb.models.text.grammar import Grammar
 from ggmlb.models.text.memory import SequenceMemory
-from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
+from ggmlb.models.text.sampling import CANDIDATE, Options, Sampler, log_probabilities
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf.vocabulary import Detokenizer, Vocabulary
@@ -108,6 +108,7 @@ class Request:
         ends: As given.
         n_draft: Length of its next draft: longer after drafts that were right.
         error: The error that ended the generation; `None` if there is none.
+        n_best: As `Sampler.n_best`.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Request:
         self.error: Exception | None = None
         self._full_by = full_by
         self._sampler = Sampler(options, grammar, breakers)
+        self.n_best = self._sampler.n_best
         self.guesser = self._sampler.guesser
         self.ends = ends
         self.n_draft = FIRST_DRAFT
@@ -162,7 +164,7 @@ class Request:
         self.n_done = end + len(draft)
         return found
 
-    def accept(self, logits: Floats) -> None:
+    def accept(self, logits: Array) -> None:
         """Sample the next token; end at an end token, a stop text or `max_tokens`."""
         options, result = self.options, self.result
         if not result.tokens:
@@ -185,12 +187,12 @@ class Request:
         if not self.is_done and len(result.tokens) >= options.max_tokens:
             self.end(self._full_by)
 
-    def verify(self, draft: Sequence[int], rows: Floats) -> bool:
+    def verify(self, draft: Sequence[int], rows: Array) -> bool:
         """Accept tokens while they are those of a draft; return whether all of it was right.
 
         Args:
             draft: Tokens that were computed after the newest one.
-            rows: Logits of the newest token and of the draft.
+            rows: Logits, or candidates, of the newest token and of the draft.
         """
         first = len(self.tokens)
         for row, guess in zip(rows, (*draft, -1), strict=True):
@@ -385,10 +387,11 @@ class Engine:
                     asking.append((request, draft))
                 else:
                     others.append(request)
-            rows = self.decoder.decode(batch, is_view=True)
+            n_best = [request.n_best for request, _ in asking]
+            rows = self.decoder.likeliest(batch, max(n_best) if n_best and all(n_best) else 0)
             ends = np.cumsum([1 + len(draft) for _, draft in asking]).tolist()
             parts = [rows[end - len(draft) - 1 : end] for (_, draft), end in zip(asking, ends, strict=True)]
-            failed = [i for i, part in enumerate(parts) if not np.isfinite(part.max(axis=1)).all()]
+            failed = [i for i, part in enumerate(parts) if not _is_finite(part)]
             has_processor = any(request.options.logits_processor for request, _ in asking)
             if failed or has_processor:  # these may use this model, a processor also from another thread
                 parts = [part.copy() for part in parts]
@@ -414,7 +417,7 @@ class Engine:
             return {}
         return dict(zip(needs, self._drafts(ready, counts), strict=True))
 
-    def _accept(self, asking: Sequence[tuple[Request, list[int]]], parts: Sequence[Floats]) -> None:
+    def _accept(self, asking: Sequence[tuple[Request, list[int]]], parts: Sequence[Array]) -> None:
         """Sample tokens of requests from rows of logits; remove drafted tokens that differ from the cache."""
         for (request, draft), rows in zip(asking, parts, strict=True):
             if request.is_done:
@@ -431,7 +434,7 @@ class Engine:
     def _retry(
         self,
         asking: list[tuple[Request, list[int]]],
-        parts: list[Floats],
+        parts: list[Array],
         failed: Sequence[int],
         others: Sequence[Request],
     ) -> None:
@@ -498,6 +501,11 @@ class Engine:
             return found
 
         return np.concatenate(list(self.parts(tokens, checked)))
+
+
+def _is_finite(rows: Array) -> bool:
+    """Whether no row of logits has NaN or infinity as its maximum; candidates never have."""
+    return rows.dtype == CANDIDATE or bool(np.isfinite(rows.max(axis=1)).all())
 
 
 def _n_left(request: Request) -> int:

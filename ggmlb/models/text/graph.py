@@ -188,6 +188,8 @@ class TextGraph(LayersGraph):
         chosen: Input: indices of tokens with outputs, i32 `[n_out]`; `None`: all tokens.
         logits: Output: f32 `[n_vocab, n_out]`.
         hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`.
+        best: Outputs: the `n_best` most likely tokens, in any order, i32 `[n_best, n_out]`, and their logits,
+            f32 `[1, n_best, n_out]`; none if `n_best` is 0.
     """
 
     def __init__(
@@ -203,6 +205,7 @@ class TextGraph(LayersGraph):
         changes: Changes,
         computes_masks: Collection[BufferType] = (),
         traced: Collection[int] = (),
+        n_best: int = 0,
     ) -> None:
         super().__init__(config, weights, memory.n_cells > config.n_ctx_orig, changes)
         self._cache = cache
@@ -229,6 +232,9 @@ class TextGraph(LayersGraph):
                 self.graph.build_forward_expand(self._mask(layer))
         self.chosen = self._input("chosen", DType.I32, n_out) if n_out < n_tokens else None
         self.hidden, self.logits = self._head(self._hidden(self.ids))
+        self.best: tuple[Tensor, ...] = best_of(self.ctx, self.logits, n_best) if n_best else ()
+        for tensor in self.best:
+            self.graph.build_forward_expand(self.ctx.set_output(tensor))
 
     def set_inputs(
         self,
@@ -321,6 +327,12 @@ class TextGraph(LayersGraph):
                 self.spans[window] = centre, half
             self.computed[window, home] = computed_mask(self.ctx, *self.spans[window], self._order)
         return self.computed[window, home]
+
+
+def best_of(ctx: Context, logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return the `n` tokens of the largest logits of each row, in any order, and these logits."""
+    ids = ctx.top_k(logits, n)
+    return ids, ctx.get_rows(ctx.reshape_3d(logits, 1, *logits.ne[:2]), ids)
 
 
 def computed_mask(ctx: Context, centre: Tensor, half: Tensor, order: Tensor) -> Tensor:

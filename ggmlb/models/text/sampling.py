@@ -27,6 +27,12 @@ MIROSTAT_TOKENS = 100
 BLOCK = 64
 """Logits whose maximum is compared first in the search for the most likely tokens."""
 
+N_BEST = 64
+"""Most likely tokens that a device finds, for sampling from fewer than these."""
+
+CANDIDATE = np.dtype([("logit", np.float32), ("id", np.int32)])
+"""One of them: its logit, and its number."""
+
 
 @named("Options(...)")
 @checked_methods
@@ -124,6 +130,11 @@ class Options:
             if "" in (texts := getattr(self, name)):
                 raise ArgumentError(f"{name} is {texts!r}; give texts that are not empty")
 
+    @property
+    def penalises(self) -> bool:
+        """Whether logits of recent tokens are changed."""
+        return (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
 
 class OptionValues(TypedDict, total=False):
     """Options as keywords, as in `generate(prompt, max_tokens=64)`; see `Options`."""
@@ -200,21 +211,32 @@ class Sampler:
         self._biases = np.fromiter(biases.values(), np.float32, len(biases))
         self._random = np.random.Generator(np.random.PCG64(options.seed))
 
-    def __call__(self, logits: Floats, tokens: Sequence[int]) -> int:
+    @property
+    def n_best(self) -> int:
+        """Of how many of the most likely tokens logits suffice; 0: of all."""
+        s = self._options
+        changes_logits = s.logits_processor or self._grammar or s.logit_bias or s.penalises
+        if changes_logits or self._is_dry or s.mirostat or s.logprobs:
+            return 0
+        return 1 if s.temperature == 0 else s.top_k
+
+    def __call__(self, logits: npt.NDArray[Any], tokens: Sequence[int]) -> int:
         """Return the next token.
 
         Args:
-            logits: Of all tokens of the vocabulary; not changed.
+            logits: Of all tokens of the vocabulary; or, if `n_best` is not 0, at least so many `CANDIDATE`s,
+                by ascending number. Not changed.
             tokens: The tokens so far.
 
         Raises:
             ArgumentError: The processor did not return the same number of logits, or all tokens are excluded.
         """
         s = self._options
+        if logits.dtype == CANDIDATE:  # equal logits have the order that they have in the vocabulary
+            return int(logits["id"][self(np.ascontiguousarray(logits["logit"]), tokens)])
         if self._processor is not None:
             logits = _processed(self._processor, logits, tokens)
-        penalises = (s.repeat_penalty, s.frequency_penalty, s.presence_penalty) != (1, 0, 0)
-        if s.logit_bias or self._grammar is not None or penalises or self._is_dry:
+        if s.logit_bias or self._grammar is not None or s.penalises or self._is_dry:
             logits = logits.copy()
         if s.logit_bias:
             known = self._biased < logits.size
@@ -226,7 +248,7 @@ class Sampler:
                 "no token is left to choose: logit_bias, grammar, json_schema and logits_processor exclude "
                 "all; exclude fewer"
             )
-        if penalises and s.repeat_last and not s.mirostat:
+        if s.penalises and s.repeat_last and not s.mirostat:
             recent, counts = np.unique(np.asarray(tokens[-s.repeat_last :], np.int64), return_counts=True)
             found = logits[recent]
             found = np.where(found > 0, found / s.repeat_penalty, found * s.repeat_penalty)
