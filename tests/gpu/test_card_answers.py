@@ -88,6 +88,32 @@ def test_every_step_of_a_model_is_captured(
     assert replayed
 
 
+def test_dependent_launches(
+    card: CudaDevice, tmp_path: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of many short kernels, without and with GGMLB_CUDA_PDL=1: the same bits, and the rates."""
+    logits, rates = [], []
+    path = write_text_model(tmp_path / "model.gguf", "llama", "q4_0", n_layer=4)
+    for wanted in ("0", "1"):
+        monkeypatch.setenv("GGMLB_CUDA_PDL", wanted)
+        for kept in ("_dependent", "_functions"):
+            monkeypatch.setattr(card.driver, kept, {})
+        with TextModel(path, [card.name, "CPU"], n_ctx=128) as model:
+            for _ in range(2):
+                found = model.generate(PROMPT[:9], max_tokens=9, temperature=0, ignore_eos=True)
+            rates.append(found.tokens_per_second)
+            logits.append(model.logits([*PROMPT[:9], *found.tokens]))
+        is_dependent: bool = card.driver._dependent[card.index]  # type: ignore[attr-defined]
+    if not is_dependent:
+        answer("Programmatic dependent launch: not on this card, or its driver.")
+        return
+    answer(
+        f"Programmatic dependent launch: {'the same' if np.array_equal(*logits) else 'other'} logits, "
+        f"{rates[1] / rates[0]:.2f} times the tokens per second (GGMLB_CUDA_PDL=1)."
+    )
+    assert np.array_equal(*logits)
+
+
 def test_executable_graphs_are_updated(
     stream: CudaBackend, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

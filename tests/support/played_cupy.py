@@ -40,6 +40,9 @@ NOT_READY, UPDATE_FAILED, PEER_ALREADY_ENABLED, TOO_MANY_PEERS = 600, 910, 704, 
 ATTRIBUTES: dict[tuple[str, int], int] = {}
 """What was set of kernels, by their names."""
 
+DEPENDENT: list[str] = []
+"""Kernels that were launched before the ones before them ended."""
+
 _pinned: dict[int, Any] = {}
 _programs: list[tuple[str, Program]] = []
 
@@ -192,6 +195,15 @@ def _launch(f: int, *rest: Any) -> None:
     HOST.put(stream, Op(name, run))
 
 
+def _launch_dependent(config: int, f: int, params: int, extra: int) -> None:
+    """Launch with one attribute, PROGRAMMATIC_STREAM_SERIALIZATION; in order, as the kernel waits."""
+    sizes = (ctypes.c_uint * 7).from_address(config)
+    stream, attribute, n = (ctypes.c_uint64 * 3).from_address(config + 32)
+    assert (n & 0xFFFFFFFF, *(ctypes.c_int * 3).from_address(attribute)) == (1, 6, 0, 1)
+    DEPENDENT.append(_programs[f - 1][0])
+    _launch(f, *sizes, stream, params, extra)
+
+
 # -- libcuda ---------------------------------------------------------------------------------------
 
 
@@ -262,6 +274,7 @@ def _answer_all() -> None:
     answer("cuGraphLaunch", HOST.exec_launch, P, P)
     answer("cuGraphExecDestroy", HOST.exec_free, P)
     answer("cuLaunchKernel", _launch, P, U, U, U, U, U, U, U, P, P, P)
+    answer("cuLaunchKernelEx", _launch_dependent, P, P, P, P)
     answer("cuFuncGetAttribute", _shared, P, N, P)
     setting = lambda f, attribute, value: ATTRIBUTES.update({(_programs[f - 1][0], attribute): value})  # noqa: E731
     answer("cuFuncSetAttribute", setting, P, N, N)

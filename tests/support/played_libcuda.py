@@ -29,7 +29,7 @@ SYMBOLS = (
     "cuEventElapsedTime",
     "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphDestroy", "cuGraphInstantiateWithFlags",
     "cuGraphExecUpdate_v2", "cuGraphLaunch", "cuGraphExecDestroy",
-    "cuLaunchKernel", "cuFuncGetAttribute", "cuFuncSetAttribute",
+    "cuLaunchKernel", "cuLaunchKernelEx", "cuFuncGetAttribute", "cuFuncSetAttribute",
     "cuOccupancyMaxActiveBlocksPerMultiprocessor",
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ from ggmlb.backends.gpu import Launch
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
 from ggmlb.interface.data import Bytes
-from ggmlb.system import progress
+from ggmlb.system import env, progress
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Collective
@@ -49,6 +49,11 @@ NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 TIMED, NOT_TIMED = 0, 2  # CU_EVENT_DEFAULT, CU_EVENT_DISABLE_TIMING
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 HANDLE, NUMBER = ctypes.c_void_p, ctypes.c_uint
+
+PDL_CAPABILITY, PDL_DRIVER = 90, 12030
+"""First compute capability with programmatic dependent launches; first driver that captures them."""
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a CUlaunchAttributeID
 
 OLDEST = 75
 """Oldest compute capability, times ten, that CUDA 13 compiles for."""
@@ -85,6 +90,7 @@ class CupyDriver:
         self._functions: dict[Hashable, Any] = {}
         self._contexts: dict[int, int] = {}
         self._n_units: dict[int, int] = {}
+        self._dependent: dict[int, bool] = {}
 
     def facts(self, device: int) -> Facts:
         props = rt.getDeviceProperties(device)
@@ -209,11 +215,21 @@ class CupyDriver:
         packet = _Packet(block)
         wg, shared, extra, run = launch.wg, launch.shared, packet.address, cu.launchKernel
         x, y, z = grid(launch, lambda: self._resident(function, wg, shared, device))
+        if self._is_dependent(device):
+            return _dependent_call(function, (x, y, z, wg, 1, 1, shared), packet)
 
         def call(stream: int, packet: _Packet = packet) -> None:
             run(function, x, y, z, wg, 1, 1, shared, stream, 0, extra)
 
         return call
+
+    def _is_dependent(self, device: int) -> bool:
+        """Whether kernels are launched before the ones before them end, and wait (GGMLB_CUDA_PDL=1)."""
+        if device not in self._dependent:
+            wanted = env.flag("GGMLB_CUDA_PDL", default=False)
+            can = wanted and self.facts(device).capability >= PDL_CAPABILITY
+            self._dependent[device] = can and rt.driverGetVersion() >= PDL_DRIVER
+        return self._dependent[device]
 
     def _resident(self, function: int, wg: int, shared: int, device: int) -> int:
         """Return how many blocks are resident on the device at once, by CUDA's occupancy calculator."""
@@ -237,9 +253,8 @@ class CupyDriver:
         if key not in self._functions:
             name = launch.kernel.name
             with self.on(device):
-                module = cupy.RawModule(
-                    code=text(launch.kernel, launch.defines, launch.wg), options=OPTIONS, backend="nvrtc"
-                )
+                code = text(launch.kernel, launch.defines, launch.wg, self._is_dependent(device))
+                module = cupy.RawModule(code=code, options=OPTIONS, backend="nvrtc")
                 try:
                     function = module.get_function(name).kernel
                     own = cu.funcGetAttribute(cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
@@ -338,6 +353,37 @@ def _is_ready(query: str, handle: int) -> bool:
     if status != NOT_READY:
         _checked(status)
     return bool(status == 0)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: its number, and a union of 64 bytes, here of a flag."""
+
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (("sizes", NUMBER * 7), ("stream", HANDLE), ("attributes", HANDLE), ("n_attributes", NUMBER))
+
+
+def _dependent_call(function: int, sizes: tuple[int, ...], packet: _Packet) -> Call:
+    """Return the call that launches a kernel by programmatic dependent launch.
+
+    Args:
+        function: The kernel, which begins with the wait for the one before (`text`).
+        sizes: Blocks and threads in three dimensions, and dynamic shared memory of a block [bytes].
+        packet: Its arguments.
+    """
+    attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+    config = _Config((NUMBER * 7)(*sizes), None, ctypes.addressof(attribute), 1)
+    where, run = ctypes.byref(config), libcuda("cuLaunchKernelEx", HANDLE, HANDLE, HANDLE, HANDLE)
+
+    def call(stream: int, kept: object = (packet, attribute)) -> None:
+        config.stream = stream
+        run(where, function, None, packet.address)
+
+    return call
 
 
 def _key(launch: Launch, device: int) -> Hashable:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import numpy.typing as npt
 
 from ggmlb.backends.gpu import Defines, Kernel, Launch, source
+from ggmlb.backends.gpu.source import HEAD
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
@@ -295,7 +296,11 @@ OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use
 """NVRTC's options, equal for all kernels, because CuPy queries the compiler's version for each set."""
 
 
-def text(kernel: Kernel, defines: Defines, wg: int) -> str:
-    """Return the CUDA C++ text of a kernel, preceded by macros: `defines`, and WG, the block size."""
+def text(kernel: Kernel, defines: Defines, wg: int, dependent: bool = False) -> str:
+    """Return the CUDA C++ text of a kernel, preceded by macros: `defines`, and WG, the block size.
+
+    If it is `dependent`, for programmatic dependent launches, it begins with the wait for the one before.
+    """
     macros = "".join(f"#define {name} {value}\n" for name, value in (*defines, ("WG", wg)))
-    return macros + source(kernel, "cuda", defines)
+    found = macros + source(kernel, "cuda", defines)
+    return HEAD.sub(r"\g<0>    wait_for_previous_kernel();\n", found) if dependent else found

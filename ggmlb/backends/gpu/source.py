@@ -39,7 +39,9 @@ FORMATS: Final[Mapping[Language, Mapping[ParamKind, str]]] = {
 
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
 _KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
-_HEAD = re.compile(_KERNEL.pattern + r"\s*\{\n", re.MULTILINE)
+HEAD: Final = re.compile(_KERNEL.pattern + r"\s*\{\n", re.MULTILINE)
+"""A kernel's declaration, up to the beginning of its body."""
+
 _TYPES: Final = {"tensor": "tensor_t_", "int": "int", "float": "float"}
 _BODY = re.compile(r"^KERNEL (\w+)\(.*?^}\n", re.MULTILINE | re.DOTALL)
 _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<scalar>\w+))$")
@@ -188,7 +190,7 @@ def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
             f"BODY({declared})\n{{\n    const args_t_ args_ = *given_;\n    {unpack}\n"
         )
 
-    return _HEAD.sub(head, text)
+    return HEAD.sub(head, text)
 
 
 def _assembled(kernel: Kernel, prelude: str, has_grids: bool) -> str:

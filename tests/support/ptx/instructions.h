@@ -391,6 +391,7 @@ static const Op OPS[] = {
     OP("shfl.sync.bfly.b32", "4p4444", WARP, shuffle<BUTTERFLY>(w, i)) OP("shfl.sync.idx.b32", "4p4444", WARP, shuffle<INDEX>(w, i))
     /* 9.7.12 control, 9.7.13 synchronisation */
     OP("bra", "", BRANCH, ) OP("ret", "", EXIT, ) OP("exit", "", EXIT, ) OP("bar.sync", "4", BLOCK, ) OP("fence", "", PLAIN, )
+    OP("griddepcontrol.launch_dependents", "", PLAIN, w.early |= w.active) OP("griddepcontrol.wait", "", PLAIN, w.early &= ~w.active)
     OP("bar.warp.sync", "4", WARP_WHOLE, whole_mask(w, i.operands[0]), synchronise(w))
     OP("vote.sync.any.pred", "pp4", WARP, vote_any(w, i))
     /* 9.7.14 matrices */

@@ -111,6 +111,7 @@ struct Lanes {                                             /* what they do with 
         const Span *s = nullptr;
         const u32 grain = launch->grains[space], since = space == GLOBAL ? launch_began : block_began;
         EACH_LANE(w) {
+            if (space == GLOBAL && w.early >> l & 1) bad(l, "before it has waited for the kernel before");
             if (a[l] % size) bad(l, "that are not aligned: a misaligned access");
             if (!(s && holds(*s, a[l], writes)) && !(s = find(a[l], writes))) {
                 if (const Span *other = find(a[l], false)) bad(l, "of memory that it is given to read", other);

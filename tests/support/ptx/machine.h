@@ -49,6 +49,7 @@ struct Warp {
     u32 *undefined;
     u32 pcs[N_LANES], pc, active;                          /* active: lanes that take part in the instruction */
     u32 exists, alive, waiting, carry;
+    u32 early;                                             /* lanes that run beside the kernel before, not waited for yet */
     u32 synced, unwritten;                                 /* when its last bar.warp.sync was; where it read what is undefined */
     int first;                                             /* the thread of lane 0 */
 };

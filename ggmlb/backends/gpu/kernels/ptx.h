@@ -19,6 +19,14 @@ DEVICE_FN uint4 load16_once(const void *p)
     return v;
 }
 
+/* The beginning of a kernel of a programmatic dependent launch: blocks of the next kernel may become resident; this one waits
+   until the kernel before is complete, and with it all before that. Only from sm_90 on. */
+DEVICE_FN void wait_for_previous_kernel()
+{
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 DEVICE_FN float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE_FN uint shared_address_(const void *p) { return (uint)__cvta_generic_to_shared(p); }
