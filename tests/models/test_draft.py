@@ -44,7 +44,7 @@ def test_tokens_are_those_without_a_draft(files: tuple[Path, Path], options: Opt
         streamed = "".join(model.stream(PROMPTS[0], options))
         with model.queue() as queue:
             jobs = [queue.submit(prompt, options) for prompt in PROMPTS]
-            queued = [job.wait(60) for job in jobs]
+            queued = [job.wait(600) for job in jobs]
             assert queue.n_generated == 5 * 40
         assert model._engine.memory.fits({999: 512})  # nothing of the drafts stays
     for results in (found, many, queued):
@@ -63,13 +63,13 @@ def test_tokens_are_those_without_a_draft(files: tuple[Path, Path], options: Opt
 def test_several_tokens_are_verified_in_a_batch(files: tuple[Path, Path]) -> None:
     with TextModel(files[0], ["CPU"], n_ctx=256, draft=files[0], n_draft=7) as model:
         sizes = []
-        decode = model._engine.decoder.decode
+        likeliest = model._engine.decoder.likeliest
 
-        def noted(batch: Sequence[Any], is_view: bool = False) -> Any:
+        def noted(batch: Sequence[Any], k: int) -> Any:
             sizes.append(len(batch))
-            return decode(batch, is_view)
+            return likeliest(batch, k)
 
-        model._engine.decoder.decode = noted  # type: ignore[method-assign]
+        model._engine.decoder.likeliest = noted  # type: ignore[method-assign]
         model.generate(PROMPTS[0], max_tokens=21, temperature=0, ignore_eos=True)
         assert sizes == [len(PROMPTS[0]), 4, 8, 8]  # the first drafts are short
         del sizes[:]

@@ -26,7 +26,7 @@ def test_jobs_of_many_threads_have_the_tokens_of_each_alone(models: Callable[...
             jobs = list(
                 pool.map(lambda p: queue.submit(p, max_tokens=6, temperature=0, ignore_eos=True), prompts)
             )
-            assert [job.wait(60).tokens for job in jobs] == alone
+            assert [job.wait(600).tokens for job in jobs] == alone
             assert queue.n_generated == 72 and (queue.n_active, queue.n_waiting) == (0, 0)
         assert model._engine.memory.fits({99: 512})
         with pytest.raises(FreedError, match=r"submit: this queue was closed"):
@@ -40,9 +40,9 @@ def test_a_prefix_is_computed_once(models: Callable[..., Path], kind: str) -> No
         alone = [model.generate(p, max_tokens=4, temperature=0, ignore_eos=True).tokens for p in prompts]
         with model.queue() as queue:
             at_once = [queue.submit(p, max_tokens=4, temperature=0, ignore_eos=True) for p in prompts]
-            assert [job.wait(60).tokens for job in at_once] == alone
+            assert [job.wait(600).tokens for job in at_once] == alone
             again = queue.submit([*prompts[0], *alone[0], 265], max_tokens=1, ignore_eos=True)
-            again.wait(60)
+            again.wait(600)
         if kind == "mamba":  # states cannot be rewound or shared, only continued
             assert [job.n_reused for job in at_once] == [0, 0, 0]
         else:
@@ -57,7 +57,7 @@ def test_states_of_a_whole_sequence_are_continued(models: Callable[..., Path]) -
         n_reused = []
         for prompt in ([*SHARED, *range(270, 290)], SHARED, [*SHARED, 270, 281]):
             job = queue.submit(prompt, max_tokens=1, ignore_eos=True)
-            job.wait(60)
+            job.wait(600)
             n_reused.append(job.n_reused)
         assert n_reused == [0, 0, len(SHARED)]
 
@@ -78,7 +78,7 @@ def test_jobs_that_outgrow_the_context_are_paused_and_end_alike(
         monkeypatch.setattr(model._engine.decoder, "likeliest", noted)
         with model.queue() as queue:
             jobs = [queue.submit(p, max_tokens=80, temperature=0, ignore_eos=True) for p in prompts]
-            assert [job.wait(60).tokens for job in jobs] == alone
+            assert [job.wait(600).tokens for job in jobs] == alone
     assert len({(t.sequence, t.position) for t in computed}) < len(computed)
 
 
@@ -89,9 +89,9 @@ def test_a_cancelled_job_ends_and_others_go_on(models: Callable[..., Path]) -> N
             [1, 5], max_tokens=-1, ignore_eos=True, on_piece=lambda piece, done: begun.set(), logprobs=1
         )
         other = queue.submit([1, 6], max_tokens=5, ignore_eos=True)
-        assert other.wait(60).stopped_by == "length" and not endless.is_done
+        assert other.wait(600).stopped_by == "length" and not endless.is_done
         endless.cancel()
-        assert endless.wait(60).stopped_by == "cancelled" and begun.is_set()
+        assert endless.wait(600).stopped_by == "cancelled" and begun.is_set()
 
 
 def test_a_failing_processor_fails_its_own_job_only(models: Callable[..., Path]) -> None:
@@ -101,9 +101,9 @@ def test_a_failing_processor_fails_its_own_job_only(models: Callable[..., Path])
     with TextModel(models(), ["CPU"], n_ctx=64) as model, model.queue() as queue:
         bad = queue.submit([1, 5], max_tokens=5, logits_processor=shorter)
         good = queue.submit([1, 6], max_tokens=5, ignore_eos=True)
-        assert len(good.wait(60).tokens) == 5
+        assert len(good.wait(600).tokens) == 5
         with pytest.raises(ArgumentError, match="logits_processor returned"):
-            bad.wait(60)
+            bad.wait(600)
         with pytest.raises(ArgumentError, match="logits_processor returned"):
             model.generate([1, 5], logits_processor=shorter)
 
@@ -115,10 +115,10 @@ def test_a_failing_callback_fails_its_own_job_only(models: Callable[..., Path]) 
     with TextModel(models(), ["CPU"], n_ctx=64) as model, model.queue() as queue:
         bad = queue.submit([1, 5], max_tokens=20, ignore_eos=True, on_piece=fails)
         good = queue.submit([1, 6], max_tokens=20, ignore_eos=True)
-        assert len(good.wait(60).tokens) == 20
+        assert len(good.wait(600).tokens) == 20
         with pytest.raises(KeyError, match="of the callback"):
-            bad.wait(60)
-        assert len(queue.submit([1, 7], max_tokens=3, ignore_eos=True).wait(60).tokens) == 3
+            bad.wait(600)
+        assert len(queue.submit([1, 7], max_tokens=3, ignore_eos=True).wait(600).tokens) == 3
 
 
 def test_nan_fails_its_own_job_only(models: Callable[..., Path], tmp_path: Path) -> None:
@@ -136,8 +136,8 @@ def test_nan_fails_its_own_job_only(models: Callable[..., Path], tmp_path: Path)
                 for token in (6, 5)
             )
             with pytest.raises(ModelError, match="NaN or infinity after token 2"):
-                bad.wait(60)
-            assert good.wait(60).tokens == alone
+                bad.wait(600)
+            assert good.wait(600).tokens == alone
 
 
 def test_a_device_that_fails_twice_ends_its_jobs_only(
@@ -154,15 +154,15 @@ def test_a_device_that_fails_twice_ends_its_jobs_only(
             patch.setattr(model._engine.memory, "remove", fail)
             for _ in range(2):
                 with pytest.raises(BackendError, match="no device"):
-                    queue.submit(SHARED, max_tokens=2).wait(60)
-        assert len(queue.submit(SHARED, max_tokens=2, ignore_eos=True).wait(60).tokens) == 2
+                    queue.submit(SHARED, max_tokens=2).wait(600)
+        assert len(queue.submit(SHARED, max_tokens=2, ignore_eos=True).wait(600).tokens) == 2
 
 
 def test_finished_sequences_make_room_for_a_single_job(models: Callable[..., Path]) -> None:
     """It starts beside what is kept of another, and outgrows the rest of the context later."""
     with TextModel(models(), ["CPU"], n_ctx=256) as model, model.queue() as queue:
-        queue.submit(SHARED * 4, max_tokens=40, ignore_eos=True).wait(60)
-        long = queue.submit([1, 262], max_tokens=200, ignore_eos=True).wait(60)
+        queue.submit(SHARED * 4, max_tokens=40, ignore_eos=True).wait(600)
+        long = queue.submit([1, 262], max_tokens=200, ignore_eos=True).wait(600)
         assert (long.stopped_by, len(long.tokens)) == ("length", 200)
 
 

@@ -50,7 +50,7 @@ class Served:
         self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, raw: bytes | None = None
     ) -> tuple[int, Any]:
         """Return the status and the answer, parsed if it is JSON."""
-        client = HTTPConnection(*self.address, timeout=120)
+        client = HTTPConnection(*self.address, timeout=300)
         content = raw if raw is not None else None if body is None else json.dumps(body).encode()
         client.request(
             "GET" if content is None else "POST", path, content,
@@ -67,14 +67,14 @@ class Served:
         return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"ggmlb_{name} "))
 
     def wait_for_metric(self, name: str, value: float, headers: Mapping[str, str] | None = None) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while (found := self.metric(name, headers)) != value:
             assert time.monotonic() < end, f"{name} is {found}, not {value}"
             time.sleep(0.05)
 
     def stop(self) -> int:
         self.process.terminate()
-        code = self.process.wait(90)
+        code = self.process.wait(300)
         assert self.process.stderr is not None
         self.log += self.process.stderr.readlines()
         self.process.stderr.close()
