@@ -17,6 +17,7 @@ from ggmlb.backends.llvm.codegen.emit import F32, I32, Emitter, Level, Value, ve
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
 from ggmlb.backends.llvm.kernels import float_tiles
 from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
+from ggmlb.backends.llvm.kernels.matvec import MatChunk
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.kernels.tiles import Finish
@@ -87,6 +88,13 @@ def _strided(
     return found.shuffle(range(0, n * step, step)), inside.shuffle(range(0, n * step, step))
 
 
+def _plane(p: dict[str, Value], number: Value) -> tuple[Value, Value, Value, Value]:
+    """Return channel and image of a plane by its number, and its addresses in the data and in the result."""
+    channel, image = number % p["c"], number // p["c"]
+    x = p["x"] + image * p["x_nb3"] + channel * p["x_nb2"]
+    return channel, image, x, p["y"] + image * p["y_nb3"] + channel * p["y_nb2"]
+
+
 def _inside(row: Value, height: Value) -> Value:
     return (row >= 0) & (row < height)
 
@@ -94,17 +102,10 @@ def _inside(row: Value, height: Value) -> Value:
 # -- products --------------------------------------------------------------------------------------
 
 
-class _ConvChunk:
+class _ConvChunk(MatChunk):
     """A chunk of a convolution: an image, a range of its tiles of pixels, and a range of channels.
 
-    Attributes:
-        image: Number of the image.
-        k: Elements of a window.
-        m: Pixels of the result.
-        start: First channel.
-        n: End of the channels.
-        first: First tile.
-        last: End of the tiles.
+    The rows of the weight are the windows of pixels, those of activations the kernels of channels.
     """
 
     def __init__(self, k: Emitter, n_columns: int, n_pixels: int) -> None:
@@ -117,14 +118,14 @@ class _ConvChunk:
         self.k, self.m = p["kw"] * p["kh"] * p["ic"], p["ow"] * p["oh"]
         tiles, groups = (self.m + (n_pixels - 1)) // n_pixels, (p["c"] + (n_columns - 1)) // n_columns
         self.first, self.last = tiles * part // p["parts"], tiles * (part + 1) // p["parts"]
-        self.start: Value | int = groups * band // p["bands"] * n_columns
+        self.start = groups * band // p["bands"] * n_columns
         self.n = k.least(groups * (band + 1) // p["bands"] * n_columns, p["c"])
 
-    def column(self, c: Value) -> Value:
+    def column(self, c: Value | int) -> Value:
         """Address of the kernel of channel `c`."""
         return self.args["a"] + self.args["a_nb3"] * c
 
-    def result(self, c: Value) -> Value:
+    def result(self, c: Value | int) -> Value:
         """Address of channel `c` of the result."""
         return self.y + self.args["y_nb2"] * c
 
@@ -210,10 +211,8 @@ def overlap_add(k: Emitter, step: int) -> None:
     p = dict(zip((*PLANES, "kw", "kh", "planes"), k.ints(len(PLANES) + 3), strict=True))
     n = k.level.lanes
     with k.units(p["planes"] * p["oh"]) as unit:
-        plane, row = unit // p["oh"], unit % p["oh"]
-        channel, image = plane % p["c"], plane // p["c"]
-        x = p["x"] + image * p["x_nb3"] + channel * p["x_nb2"]
-        y = p["y"] + image * p["y_nb3"] + channel * p["y_nb2"] + row * p["ow"] * 4
+        row, (_, _, x, start) = unit % p["oh"], _plane(p, unit // p["oh"])
+        y = start + row * p["ow"] * 4
         with k.loop(0, p["ow"], step * n) as column:
             sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(step)]
             with k.loop(row % step, p["kh"], step) as ky:
@@ -263,11 +262,8 @@ def conv_2d_dw(
     (dtype, a_dtype), (kw, kh), (s0, s1, d0, d1) = types, taps, steps
     blocks = (p["oh"] + (n_rows - 1)) // n_rows
     with k.units(p["planes"] * blocks) as unit:
-        plane, first = unit // blocks, unit % blocks * n_rows
-        channel, image = plane % p["c"], plane // p["c"]
+        first, (channel, image, x, y) = unit % blocks * n_rows, _plane(p, unit // blocks)
         finish = _read_tail(tail, image, k)
-        x = p["x"] + image * p["x_nb3"] + channel * p["x_nb2"]
-        y = p["y"] + image * p["y_nb3"] + channel * p["y_nb2"]
         a, size = p["a"] + channel * p["a_nb3"], SIZES[a_dtype]
         weights = [load_float(k, a_dtype, a + i * size).splat(lanes) for i in range(kw * kh)]
         with k.loop(0, p["ow"], lanes) as column:
@@ -299,10 +295,8 @@ def pool_2d(k: Emitter, dtype: str, lanes: int, step: int, is_max: bool) -> None
     join: Callable[[Value, Value], Value] = k.maximum if is_max else (lambda value, found: found + value)
     divisor = Value(k, k.build.sitofp((p["kw"] * p["kh"]).raw, F32)).splat(lanes)
     with k.units(p["planes"] * p["oh"]) as unit:
-        plane, row = unit // p["oh"], unit % p["oh"]
-        channel, image = plane % p["c"], plane // p["c"]
-        x = p["x"] + image * p["x_nb3"] + channel * p["x_nb2"]
-        y = p["y"] + image * p["y_nb3"] + channel * p["y_nb2"] + row * p["ow"] * 4
+        row, (_, _, x, start) = unit % p["oh"], _plane(p, unit // p["oh"])
+        y = start + row * p["ow"] * 4
         with k.loop(0, p["ow"], lanes) as column:
             found = k.variable(k.const(floats, LOWEST if is_max else 0))
             with k.loop(0, p["kh"]) as ky, k.loop(0, p["kw"]) as kx:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.emit import F32, I16, I32, Emitter, Level, Value, Variable, vec
 from ggmlb.backends.llvm.codegen.simd import SIZES, add_bfloats, load_float, load_floats
@@ -55,8 +55,7 @@ def many(
 
     Arguments as of `byte_tiles.many`.
     """
-    chunk = MatChunk(k, tile_rows(k.level))
-    _of_matrix(k, (dtype, b_dtype), is_interleaved, n_columns, chunk, epilogue)
+    _of_matrix(k, (dtype, b_dtype), is_interleaved, n_columns, MatChunk(k, tile_rows(k.level)), epilogue)
 
 
 def many_experts(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
@@ -66,36 +65,13 @@ def many_experts(k: Emitter, dtype: str, b_dtype: str, is_interleaved: bool) -> 
 
 
 def _of_matrix(
-    k: Emitter,
-    types: tuple[str, str],
-    is_interleaved: bool,
-    n_columns: int,
-    chunk: MatChunk,
-    epilogue: Epilogue,
-) -> None:
+    k: Emitter, types: tuple[str, str], is_interleaved: bool, n_columns: int, chunk: MatChunk,
+    epilogue: Epilogue
+) -> None:  # fmt: skip
     source: Tiles = partial(_pack, k, types[0], types[1] == tiles.PAIRS, chunk)
     if is_interleaved:  # a strip has a tile's layout
         source = partial(_strip_vectors, k, chunk, SIZES[types[0]])
     multiply(k, types, n_columns, chunk, epilogue.read, source, depth(is_interleaved), is_interleaved)
-
-
-class TilesChunk(ResultChunk, Protocol):
-    """The part of a product that `multiply` computes: tiles of rows of a weight, and rows of activations.
-
-    Attributes:
-        k: Elements of a row.
-        first: First tile.
-        last: End of the tiles.
-        start: First row of activations.
-    """
-
-    k: Value
-    first: Value
-    last: Value
-    start: Value | int
-
-    def column(self, c: Value) -> Value:
-        """Address of row `c` of the activations."""
 
 
 Tiles = Callable[[Value, Value, Value, Value], "list[Value]"]
@@ -107,7 +83,7 @@ def multiply(
     k: Emitter,
     types: tuple[str, str],
     n_columns: int,
-    chunk: TilesChunk,
+    chunk: MatChunk,
     read: Callable[[Emitter], Finish | None],
     tiles_: Tiles,
     most: int,
@@ -115,17 +91,8 @@ def multiply(
 ) -> None:
     """Multiply tiles by rows of activations, `n_columns` at a time.
 
-    Arguments: scratch and its size per thread; those of `read`.
-
-    Args:
-        k: The emitted kernel.
-        types: Types of weight and activations.
-        n_columns: Rows of activations at a time.
-        chunk: The part of the product.
-        read: Reads the arguments of the epilogue, and returns it.
-        tiles_: Returns a tile.
-        most: Elements of a row multiplied in one pass.
-        is_interleaved: Whether the tiles are in strips; others are packed as float32, or as pairs.
+    Arguments: scratch and its size per thread; those of `read`, which returns the epilogue. `most`: elements
+    of a row in one pass. Tiles that are not interleaved are packed as float32, or as pairs.
     """
     n_rows, n = tile_rows(k.level), k.level.lanes
     (dtype, b_dtype), pairs = types, types[1] == tiles.PAIRS
