@@ -148,6 +148,7 @@ WRONG = [
     ("get_rows", ("[4,5]", "i64[2]"), D, "b is .* must be i32"),
     ("get_rows_back", ("[4,3,2]", "i32[3]", "[4,9]"), S, "matrices"),
     ("get_rows_back", ("[4,3]", "i32[3]", "[5,9]"), S, "equal ne"),
+    ("get_rows_back", ("[4,3]", "i32[4]", "[4,9]"), S, "more elements"),
     ("get_rows_back", ("[4,3]", "[3]", "[4,9]"), D, "i32"),
     ("set_rows", ("[4,9]", "[5,3]", "i64[3]"), S, "a and b must have equal"),
     ("set_rows", ("[4,9]", "[4,3]", "i64[2]"), S, r"ne\[0\] of c"),

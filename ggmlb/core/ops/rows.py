@@ -41,8 +41,8 @@ class RowOps(OpBase):
         """Return the gradient of `get_rows(c, b)`: row `i` of `a` added to row `b[i]` (ggml_get_rows_back).
 
         Args:
-            a: The gradient of the result, ne `[n, k]`.
-            b: i32, one row.
+            a: The gradient of the result, ne `[n, k]`; rows beyond those of `b` are not read.
+            b: i32, one row of at most `k`.
             c: Tensor of the result's shape, ne `[n, n_rows]`; its data is not read.
 
         Returns:
@@ -55,6 +55,8 @@ class RowOps(OpBase):
         p, r = a.ne, c.ne
         if p[2:] != (1, 1) or b.ne[1:] != (1, 1, 1) or r[2:] != (1, 1) or p[0] != r[0]:
             fail_shape("get_rows_back", "a and c must be matrices with equal ne[0], and b one row", a, b, c)
+        if b.ne[0] > p[1]:
+            fail_shape("get_rows_back", "b must not have more elements than a has rows", a, b, c)
         if b.dtype is not DType.I32:
             fail_dtype("get_rows_back", "b", b, DType.I32)
         return self._op(Op.GET_ROWS_BACK, DType.F32, (r[0], r[1], 1, 1), (a, b))

@@ -186,7 +186,8 @@ def get_rows_back(p: Program) -> None:
     dtype = p.one_of(F32, F16)
     index = p.leaf(I32, (count,), p.random.integers(0, n_rows, count))
     p.nmse = 1e-6
-    p.out("get_rows_back", p.leaf(dtype, (n, count)), index, p.leaf(F32, (n, n_rows)))
+    unread = p.one_of(0, 2)  # rows that have no index
+    p.out("get_rows_back", p.leaf(dtype, (n, count + unread)), index, p.leaf(F32, (n, n_rows)))
 
 
 def _written_rows(c: Context, s: int) -> Tensor:
