@@ -23,7 +23,6 @@ from gpu_measure import Bench
 from random_model import random_model
 
 from ggmlb import device_by_name, open_gguf
-from ggmlb.backends.cuda.driver import Driver
 from ggmlb.core.errors import Error
 from ggmlb.models import TextModel
 
@@ -33,7 +32,8 @@ N_PROMPT, N_TOKENS, DEPTH = 512, 128, 32
 GOOD, FAIR = 0.8, 0.5
 """Shares of a limit."""
 
-CALLS = {name for name in vars(Driver) if not name.startswith("_")} - {"errors", "on", "is_out_of_memory"}
+NO_CALLS = {"errors", "on", "is_out_of_memory"}
+"""Names of a driver that are no calls, or not counted."""
 
 
 @dataclass
@@ -59,15 +59,17 @@ class Calls:
 
 
 @contextmanager
-def noted_calls(driver: Driver) -> Iterator[Calls]:
-    """Note the calls of a driver."""
-    calls = Calls()
-    for name in CALLS:
+def noted_calls(driver: Any) -> Iterator[Calls]:
+    """Note the calls of a driver of CUDA."""
+    from ggmlb.backends.cuda.cupy_driver import CupyDriver
+
+    calls, names = Calls(), {name for name in vars(CupyDriver) if not name.startswith("_")} - NO_CALLS
+    for name in names:
         setattr(driver, name, calls.of(name, getattr(driver, name)))
     try:
         yield calls
     finally:
-        for name in CALLS:
+        for name in names:
             delattr(driver, name)
 
 

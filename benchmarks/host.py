@@ -30,7 +30,7 @@ import random_model
 from report import Table, save
 
 import ggmlb.backends.cuda
-from ggmlb.backends.cuda.driver import Call, CopyKind, Driver, Facts, address_of
+from ggmlb.backends.cuda.driver import Call, CopyKind, Facts, address_of
 from ggmlb.backends.gpu import Launch
 from ggmlb.interface.data import Bytes
 from ggmlb.models import TextModel
@@ -45,8 +45,8 @@ class Failure(Exception):
     """What the driver never raises."""
 
 
-class CountingDriver(Driver):
-    """A card of 24 GiB that only counts the calls.
+class CountingDriver:
+    """As `CupyDriver`, of a card of 24 GiB, but that it only counts the calls.
 
     Attributes:
         counts: The calls by name; copies with their sizes.

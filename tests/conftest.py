@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
@@ -137,3 +138,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed and call.excinfo is not None and (why := why_skipped(str(call.excinfo.value))):
         report.outcome, report.longrepr = "skipped", (str(item.path), 1, f"Skipped: {why}")
     return report
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_of_played_cards() -> Iterator[None]:
+    """Fail a test after which played cards found what CUDA would not tell of: nothing can raise through C."""
+    yield
+    played = sys.modules.get("tests.support.played_libcuda")
+    if played is not None and played.FAULTS:
+        first = played.FAULTS[0]
+        played.FAULTS.clear()
+        raise first

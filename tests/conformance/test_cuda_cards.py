@@ -156,7 +156,7 @@ def test_direct_copies_are_asked_for_and_tried_first(
 ) -> None:
     """CUDA tells of no copy that is damaged on its way."""
     driver = host_driver(n_devices=2)
-    driver.peers, driver.loses = peers, loses
+    driver.cards.peers, driver.cards.loses = peers, loses
     monkeypatch.setenv("GGMLB_CUDA_P2P", asked)
     first, second = (device.init_backend() for device in CudaReg(driver).devices)
     src, dst = leaf(first), leaf(second)
@@ -168,7 +168,7 @@ def test_direct_copies_are_asked_for_and_tried_first(
             assert getattr(second, how)(*([first] if how == "cpy_tensor_async" else []), src, dst)
     tensor_copy(dst, src)  # the other way, without another trial
     assert (dst.to_numpy() == 1).all() and (src.to_numpy() == 1).all()
-    assert len(driver.enabled) == (2 if asked == "1" and warning is None else 0)
+    assert len(driver.cards.enabled) == (2 if asked == "1" and warning is None else 0)
 
 
 def test_sums_over_cards(reg: CudaReg, streams: list[CudaBackend]) -> None:

@@ -10,23 +10,9 @@ import pytest
 
 from ggmlb import BackendError
 from ggmlb.backends.cuda import CudaReg
-from ggmlb.core.errors import BackendBroken
+from ggmlb.core.errors import BackendBroken, BackendUnavailable
 from ggmlb.interface import tensor_copy, tensor_copy_async
-from tests.support.gpus import DRIVER_CALLS, first, scaled
-
-HARMLESS = {"array", "prepare", "bind", "is_out_of_memory", "view"}
-"""Calls that ask CUDA for nothing."""
-
-
-def lose(driver: Any) -> None:
-    """Let every call of CUDA fail, as after a kernel that read beyond all memory."""
-    from tests.support.host_streams import HostError
-
-    def fails(*_: Any) -> Any:
-        raise HostError("an illegal memory access was encountered", 700)
-
-    for name in DRIVER_CALLS - HARMLESS:
-        setattr(driver, name, fails)
+from tests.support.gpus import first, host_driver, scaled
 
 
 def actions(device: Any) -> dict[str, Callable[[], object]]:
@@ -72,7 +58,7 @@ def test_a_lost_card_is_told_by_every_call(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("GGMLB_CUDA_REGISTER_HOST", raising=False)
     device = first("played")
     todo = actions(device)
-    lose(device.driver)
+    device.driver.cards.lost = True
     for what, do in todo.items():
         with pytest.raises(BackendError) as raised:
             do()
@@ -81,7 +67,7 @@ def test_a_lost_card_is_told_by_every_call(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_host_memory_is_given_without_the_card() -> None:
     device = first("played")
-    lose(device.driver)
+    device.driver.cards.lost = True
     with pytest.warns(RuntimeWarning, match="CUDA_Host: the runtime gave no pinned memory"):
         assert device.host_buffer_type.alloc_buffer(4096).why_not_pinned is not None
     with pytest.warns(RuntimeWarning, match="no pinned memory"):
@@ -91,19 +77,25 @@ def test_host_memory_is_given_without_the_card() -> None:
 @pytest.mark.parametrize(("status", "why"), [(700, "illegal memory"), (802, "fabricmanager")])
 def test_a_card_that_cannot_be_asked_is_a_broken_backend(status: int, why: str) -> None:
     from tests.support.host_driver import HostDriver
-    from tests.support.host_streams import HostError
 
     class Silent(HostDriver):
         def facts(self, device: int) -> Any:
-            raise HostError("an illegal memory access", status)
+            raise self.errors[0](status)
 
     with pytest.raises(BackendBroken, match=why):
         _ = CudaReg(Silent()).devices
 
 
+def test_a_driver_older_than_cupys_cuda_is_unavailable() -> None:
+    driver = host_driver()
+    driver.cards.version = 12090
+    with pytest.raises(BackendUnavailable, match="older than this CuPy's CUDA"):
+        _ = CudaReg(driver).devices
+
+
 def test_an_array_on_a_lost_card_is_refused() -> None:
     device = first("played")
-    lose(device.driver)
+    device.driver.cards.lost = True
 
     class Array:
         __cuda_array_interface__ = {"data": (1 << 40, False), "stream": 1}  # noqa: RUF012

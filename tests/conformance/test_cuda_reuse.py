@@ -214,23 +214,25 @@ def test_nothing_is_left_over() -> None:
 
     with device.init_backend() as stream:
         plans = [captured(stream, n) for n in range(2, MAX_IDLE + 6)]
-        assert driver.leftovers()["executables"] == len(plans)
+        assert driver.cards.leftovers()["executables"] == len(plans)
         del plans
         gc.collect()
         last = captured(stream, 100)
-        assert driver.leftovers()["executables"] <= MAX_IDLE + 1, "the oldest are let go"
-        driver.fail.add("update")
+        assert driver.cards.leftovers()["executables"] <= MAX_IDLE + 1, "the oldest are let go"
+        driver.cards.fail.add("update")
         del last
         gc.collect()
         last = captured(stream, 100)
-        assert driver.leftovers()["executables"] <= MAX_IDLE + 1, "nothing is kept that cannot be updated"
-        assert "graphs" not in driver.leftovers(), "what was captured is released"
+        assert driver.cards.leftovers()["executables"] <= MAX_IDLE + 1, (
+            "nothing is kept that cannot be updated"
+        )
+        assert "graphs" not in driver.cards.leftovers(), "what was captured is released"
         ctx = Context()
         a, b = ctx.new_tensor(DType.F32, (64, 8)), ctx.new_tensor(DType.F32, (64, 20))
         y = ctx.mul_mat(a, b)
         alloc_ctx_tensors(ctx, stream)
         stream.graph_compute(Graph().build_forward_expand(y))
-        assert driver.leftovers()["cuBLAS handles"] == 1
+        assert driver.cards.leftovers()["cuBLAS handles"] == 1
         weights = Context()
         w = weights.new_tensor(DType.F32, (64, 256))
         alloc_ctx_tensors(weights, reg.get_proc_address("split_buffer_type")(0, (1.0, 1.0)))  # type: ignore[misc]
@@ -240,5 +242,5 @@ def test_nothing_is_left_over() -> None:
     del last
     gc.collect()
     device.memory_pool.sweep(wait=True)
-    assert set(driver.leftovers()) <= {"streams", "events"}
-    assert driver.leftovers().get("streams", 0) <= 2, "those of blocking transfers stay, one for a card"
+    assert set(driver.cards.leftovers()) <= {"streams", "events"}
+    assert driver.cards.leftovers().get("streams", 0) <= 2, "those of blocking transfers stay, one for a card"

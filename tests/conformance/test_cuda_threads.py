@@ -95,7 +95,7 @@ def test_what_another_thread_asks_during_a_capture_is_no_part_of_the_graph(
     assert not failed
     (segment,) = plan.segments
     assert segment.is_captured, segment.why_not
-    replayed = [op.name for op in driver._execs[segment._held[0]]]
+    replayed = [op.name for op in driver.cards.execs[segment._held[0]]]
     assert replayed == [step.key[0] for step in segment.steps]  # type: ignore[index]
     stream.synchronize()
     assert np.array_equal(y.to_numpy(), np.full(N, 3))
@@ -143,7 +143,7 @@ def frees(stream: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     free, busy = driver.free, []
 
     def counted(address: int) -> None:
-        busy.append(sum(len(s.queue) for s in driver.streams.values()))
+        busy.append(sum(len(s.queue) for s in driver.cards.streams.values()))
         free(address)
 
     monkeypatch.setattr(driver, "free", counted)

@@ -256,7 +256,7 @@ def test_a_stream_that_is_dropped_leaves_when_its_work_is_done() -> None:
     a, _, _ = scaled(kept)
     a.set(np.zeros(1000, np.float32))
     kept.synchronize()
-    before = driver.leftovers()
+    before = driver.cards.leftovers()
     for _ in range(3):
         dropped = device.init_backend()
         ctx = Context()
@@ -277,7 +277,7 @@ def test_a_stream_that_is_dropped_leaves_when_its_work_is_done() -> None:
         assert array() is None
     del ctx, graph, x
     kept.synchronize()
-    assert driver.leftovers() == before
+    assert driver.cards.leftovers() == before
 
 
 def test_arrays_within_locked_memory_share_its_lock(

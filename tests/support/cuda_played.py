@@ -24,5 +24,5 @@ def _played(function: Callable[..., T], args: tuple[Any, ...], options: dict[str
     driver = HostDriver(n_devices=2)
     ggmlb.backends.cuda.load_driver = lambda: driver
     found = function(*args, **options)
-    assert driver.counts["replay"], driver.counts
+    assert driver.cards.counts["replay"], driver.cards.counts
     return found

@@ -11,7 +11,6 @@ import pytest
 
 from ggmlb import Backend, Context, DType, Graph, Tensor, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.cuda import CudaReg
-from ggmlb.backends.cuda.driver import Driver
 
 OPENCL = pytest.param("OpenCL0", id="opencl")
 LLVM = pytest.param("LLVM", id="llvm")
@@ -30,17 +29,15 @@ extern "C" __global__ void spin(long long cycles)
 """
 
 
-DRIVER_CALLS = {name for name in vars(Driver) if not name.startswith("_")} - {"errors"}
-"""What the CUDA backend asks of CUDA."""
-
-
 def host_driver(**params: Any) -> Any:
     """Return the played driver; a machine with a card needs neither NVRTC's wheel nor a C++ compiler."""
-    from tests.support.host_driver import HostDriver
     from tests.support.ptx.machine import why_not
 
+    pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
     if why := why_not():
         pytest.skip(why)
+    from tests.support.host_driver import HostDriver
+
     return HostDriver(**params)
 
 

@@ -1,6 +1,7 @@
-"""CUDA's driver played by the host: the CUDA backend's plans, arguments and order of work, with no card.
+"""Cards played by the host: the CUDA backend's plans, arguments and order of work, with no card.
 
-Every address is looked up, and belongs to one device; memory is poisoned when it is allocated and when it is
+`CupyDriver` is the one that drives cards; the libcuda below it is ours, and answers here (`HostCards`). Every
+address is looked up, and belongs to one device; memory is poisoned when it is allocated and when it is
 freed. Streams are lists of work that runs only when something waits for it, so that a wait that was
 forgotten shows as poison. Where CUDA's answer depends on time or on the machine, it is the worst one: an
 event is never reached at once, copies of pageable memory wait for the stream, a device that is current has a
@@ -21,23 +22,29 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from cupy.cuda import driver as cu
 
-from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Facts, address_of, grid
+from ggmlb.backends.cuda.cupy_driver import Collective, CupyDriver, _bound
+from ggmlb.backends.cuda.driver import ARGUMENTS, address_of
 from ggmlb.backends.cuda.stream import Stream
 from ggmlb.backends.gpu import Kernel, Launch, layout
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface.data import Bytes
-from tests.support.gpus import DRIVER_CALLS
-from tests.support.host_libraries import HostCollective, QueuedBlas
+from tests.support.host_libraries import HostNccl, QueuedBlas
 from tests.support.host_streams import RECORD, HostError, HostStream, Op, Point
+from tests.support.played_libcuda import SYMBOLS, answer, load
 from tests.support.ptx import BACKWARD, Compiler, build
+
+INVALID, OUT_OF_MEMORY, NO_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS = 1, 2, 201, 400, 700
+NOT_READY, UPDATE_FAILED = 600, 910
 
 POISON = 0xFF
 ALIGNMENT = 256
@@ -93,8 +100,8 @@ def operands(kernel: Kernel, block: bytes) -> list[int]:
     return [row[0] for row in rows if len(row) > 1]
 
 
-class HostDriver:
-    """`n_devices` cards with `capacity` bytes each.
+class HostCards:
+    """`n` cards with `capacity` bytes each: the functions of libcuda.
 
     Attributes:
         counts: How often graphs were launched ("replay") and updated, and pools emptied ("trim").
@@ -104,14 +111,16 @@ class HostDriver:
         exclusive: Devices that another process has for itself.
         eager: Devices whose work runs at once, not as late as it may.
         registered: Where host memory begins, and ends, that the driver was told of.
+        attributes: What was set of kernels, by their names.
+        dependent: Kernels that were launched before the ones before them ended.
         fail: Names of calls that fail from now on.
+        lost: Whether all fail, as after a kernel that read beyond all memory.
+        version: Of CUDA, that the driver is made for.
     """
 
-    errors = (HostError,)
-
-    def __init__(self, n_devices: int = 1, capacity: int = 1 << 30, capability: int = 90) -> None:
-        self._n, self._capacity, self._capability = n_devices, capacity, capability
-        self._blas = QueuedBlas(self)
+    def __init__(self, n: int, capacity: int, capability: int) -> None:
+        self._n, self._capacity, self._capability = n, capacity, capability
+        self.blas = QueuedBlas(self)
         self._local = threading.local()
         self._ids = itertools.count(1)
         self._allocations: dict[int, Allocation] = {}
@@ -119,18 +128,26 @@ class HostDriver:
         self.streams: dict[int, HostStream] = {}
         self._events: dict[int, Point] = {}
         self._graphs: dict[int, list[Op]] = {}
-        self._execs: dict[int, list[Op]] = {}
+        self.execs: dict[int, list[Op]] = {}
+        self._kernels: dict[int, tuple[Launch, Any]] = {}
+        self.attributes: dict[tuple[str, int], int] = {}
+        self.dependent: list[str] = []
         self.counts: Counter[str] = Counter()
         self.peers = self.loses = True
         self.enabled: set[tuple[int, int]] = set()
         self.contexts: set[int] = set()
         self.exclusive: set[int] = set()
-        self._locked: dict[int, int] = {}
+        self._pinned: dict[int, Bytes] = {}
         self.eager: set[int] = set()
         self.registered: dict[int, int] = {}
         self.fail: set[str] = set()
+        self.lost = False
+        self.version = 13000
 
-    def _check(self, call: str, status: int = 1) -> None:
+    def check(self, call: str, status: int = INVALID) -> None:
+        """Fail if the test asked for it."""
+        if self.lost:
+            raise HostError("the card is lost", ILLEGAL_ADDRESS)
         if call in self.fail:
             raise HostError(f"{call} fails, as the test asked", status)
 
@@ -139,66 +156,82 @@ class HostDriver:
         held = [stream for stream in STREAMS if stream.lock._is_owned()]  # type: ignore[attr-defined]
         assert not held, f"{call} waits for the device while a stream's lock is held"
 
-    # -- devices -------------------------------------------------------------------------------
+    # -- devices: their handles are their numbers, their contexts' one more ----------------------
 
-    def device_count(self) -> int:
-        return self._n
+    def cuInit(self, flags: int) -> None:
+        pass
 
-    def facts(self, device: int) -> Facts:
-        place = f"0000:0{device}:00.0"
-        return Facts("Host", place, self._capability, 2, SHARED_NBYTES, self._capacity, False)
+    def cuGetErrorName(self, status: int, out: int) -> None:
+        _write(P, out, ctypes.addressof(_ERROR))
 
-    def resident(self, wg: int, shared: int) -> int:
-        """Return how many blocks a multiprocessor has room for, if they take few registers."""
-        return min(2048 // wg, SHARED_NBYTES // (shared + 1024))
+    cuGetErrorString = cuGetErrorName
 
-    @contextmanager
-    def on(self, device: int | None) -> Iterator[None]:
-        before = self.current_device
-        self.set_current(device)
-        try:
-            yield
-        finally:
-            self._local.device = before
+    def cuDriverGetVersion(self, out: int) -> None:
+        _write(N, out, self.version)
 
-    def set_current(self, device: int | None) -> None:
-        """Make a device this thread's current one, or none; a device gets a context by that."""
-        if device is not None:
-            if device in self.exclusive:
-                raise HostError("CUDA-capable device(s) is/are busy or unavailable", 46)
-            self.contexts.add(device)
-        self._local.device = device
+    def cuDeviceGetCount(self, out: int) -> None:
+        _write(N, out, self._n)
+
+    def cuDeviceGet(self, out: int, device: int) -> None:
+        _write(N, out, device)
+
+    def cuDeviceGetName(self, out: int, length: int, device: int) -> None:
+        ctypes.memmove(out, b"Host", 5)
+
+    def cuDeviceGetPCIBusId(self, out: int, length: int, device: int) -> None:
+        ctypes.memmove(out, b"0000:%02X:00.0" % device, 13)
+
+    def cuDeviceTotalMem_v2(self, out: int, device: int) -> None:
+        _write(L, out, self._capacity)
+
+    def cuDeviceGetAttribute(self, out: int, attribute: int, device: int) -> None:
+        major, minor = divmod(self._capability, 10)
+        _write(N, out, {75: major, 76: minor, 16: 2, 81: SHARED_NBYTES, 18: 0}[attribute])
+
+    def cuDevicePrimaryCtxRetain(self, out: int, device: int) -> None:
+        if device in self.exclusive:
+            raise HostError("CUDA-capable device(s) is/are busy or unavailable", 46)
+        self.contexts.add(device)
+        _write(P, out, device + 1)
 
     @property
     def current_device(self) -> int | None:
+        """The thread's."""
         return getattr(self._local, "device", None)
 
     def _device(self) -> int:
-        assert self.current_device is not None, "called outside on(device)"
+        if self.current_device is None:
+            raise HostError("called outside on(device)", NO_CONTEXT)
         return self.current_device
 
-    def memory_info(self, device: int) -> tuple[int, int]:
-        with self.on(device):
-            used = sum(a.array.size for a in self._allocations.values() if a.device == device)
-        return self._capacity - used, self._capacity
+    def cuCtxGetCurrent(self, out: int) -> None:
+        _write(P, out, 0 if self.current_device is None else self.current_device + 1)
 
-    def is_out_of_memory(self, error: Exception) -> bool:
-        return isinstance(error, HostError) and error.status == 2
+    def cuCtxSetCurrent(self, context: int) -> None:
+        assert not context or context - 1 in self.contexts
+        self._local.device = context - 1 if context else None
+
+    def _free_nbytes(self) -> int:
+        device = self._device()
+        return self._capacity - sum(a.array.size for a in self._allocations.values() if a.device == device)
+
+    def cuMemGetInfo_v2(self, free: int, total: int) -> None:
+        _write(L, free, self._free_nbytes())
+        _write(L, total, self._capacity)
 
     # -- memory --------------------------------------------------------------------------------
 
-    def malloc(self, nbytes: int) -> int:
-        device = self._device()
-        assert nbytes > 0
-        self._check("malloc", 2)
-        if nbytes > self.memory_info(device)[0]:
-            raise HostError("out of memory", 2)
+    def cuMemAlloc_v2(self, out: int, nbytes: int) -> None:
+        self.check("malloc", OUT_OF_MEMORY)
+        if not 0 < nbytes <= self._free_nbytes():
+            raise HostError("out of memory", OUT_OF_MEMORY if nbytes else INVALID)
         array = aligned(nbytes)
         address = address_of(array)
-        self._allocations[address] = Allocation(address, array, device)
-        return address
+        self._allocations[address] = Allocation(address, array, self._device())
+        _write(P, out, address)
 
-    def free(self, address: int) -> None:
+    def cuMemFree_v2(self, address: int) -> None:
+        self._device()
         for op in (op for stream in self.streams.values() for op in stream.queue):
             there = (a for a in op.addresses if not self._mapped(a))
             is_used = any(self.find(a).address == address for a in there)
@@ -207,9 +240,6 @@ class HostDriver:
         gone.array[...] = POISON
         self._graveyard = [*self._graveyard[-20:], gone]
 
-    def trim(self) -> None:
-        self.counts["trim"] += 1
-
     def find(self, address: int) -> Allocation:
         """Return the allocation that an address is in."""
         bases = sorted(self._allocations)
@@ -217,118 +247,127 @@ class HostDriver:
             found = self._allocations[bases[i - 1]]
             if address < found.address + found.array.size:
                 return found
-        raise HostError(f"an illegal memory access at {address:#x}", 700)
+        raise HostError(f"an illegal memory access at {address:#x}", ILLEGAL_ADDRESS)
 
     def _own(self, name: str, address: int, device: int) -> tuple[int, int]:
         """The memory that a kernel accesses, where it begins and ends: it must be of the kernel's device."""
         found = self.find(address)
         if found.device != device:
-            raise HostError(f"{name} touched memory of device {found.device}", 700)
+            raise HostError(f"{name} touched memory of device {found.device}", ILLEGAL_ADDRESS)
         return found.address, found.address + found.array.size
 
     def _mapped(self, address: int) -> tuple[int, int] | None:
         """The page-locked host memory that an address is in, which all devices access in place."""
-        return next(((a, b) for a, b in self._locked.items() if a <= address < b), None)
+        locked = ((a, a + array.size) for a, array in self._pinned.items())
+        return next(((a, b) for a, b in locked if a <= address < b), None)
 
-    def device_of(self, address: int) -> int:
-        return self.find(address).device
-
-    def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
-        whole = self._allocations[address].array if nbytes else np.empty(0, np.uint8)
-        array = whole.view(Owned)
-        array.owner = owner
-        return array
-
-    def view(
-        self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
-    ) -> Any:
-        return Owned(shape, dtype, base, offset, strides)
-
-    def pinned(self, nbytes: int) -> Bytes:
-        self._check("pinned", 2)
+    def cuMemHostAlloc(self, out: int, nbytes: int, flags: int) -> None:
+        self._device()
+        self.check("pinned", OUT_OF_MEMORY)
+        assert flags == 1  # CU_MEMHOSTALLOC_PORTABLE
         array = aligned(nbytes)
-        start = address_of(array)
-        self._locked[start] = start + nbytes
-        weakref.finalize(array.base, self._locked.pop, start).atexit = False
-        return array
+        self._pinned[address_of(array)] = array
+        _write(P, out, address_of(array))
 
-    def is_pinned(self, array: Bytes) -> bool:
-        return self._is_locked(address_of(array), array.size)
+    def cuMemFreeHost(self, address: int) -> None:
+        self._device()
+        self._pinned.pop(address).fill(POISON)
 
     def _is_locked(self, address: int, nbytes: int) -> bool:
-        locked = (*self._locked.items(), *self.registered.items())
+        pinned = ((a, a + array.size) for a, array in self._pinned.items())
+        locked = (*pinned, *self.registered.items())
         return any(start <= address and address + nbytes <= stop for start, stop in locked)
 
-    def register(self, array: Bytes) -> None:
-        self._check("register")
-        start, stop = address_of(array), address_of(array) + array.size
+    def cuPointerGetAttribute(self, out: int, attribute: int, address: int) -> None:
+        self._device()
+        try:
+            kind, device = 2, self.find(address).device
+        except HostError:
+            if not self._is_locked(address, 1):
+                raise HostError("memory that CUDA does not know", INVALID) from None
+            kind, device = 1, self._device()
+        _write(N, out, {2: kind, 9: device}[attribute])
+
+    def cuMemHostRegister_v2(self, start: int, nbytes: int, flags: int) -> None:
+        self._device()
+        self.check("register")
+        stop = start + nbytes
         if any(start < b and a < stop for a, b in self.registered.items()):
             raise HostError("part or all of the requested memory range is already mapped", 712)
         self.registered[start] = stop
 
-    def unregister(self, array: Bytes) -> None:
-        del self.registered[address_of(array)]
+    def cuMemHostUnregister(self, start: int) -> None:
+        self._device()
+        del self.registered[start]
 
     # -- streams and events --------------------------------------------------------------------
 
-    def stream_new(self) -> int:
+    def cuStreamCreate(self, out: int, flags: int) -> None:
+        assert flags == 1  # CU_STREAM_NON_BLOCKING
         handle = next(self._ids)
         self.streams[handle] = HostStream(self._device())
-        return handle
+        _write(P, out, handle)
 
-    def stream_free(self, stream: int) -> None:
+    def cuStreamDestroy_v2(self, stream: int) -> None:
+        self._device()
         assert self.streams[stream].captured is None
         del self.streams[stream]
 
-    def stream_synchronize(self, stream: int) -> None:
-        self._check("synchronize", 700)
-        s = self.streams[stream]
-        if s.captured is not None:
+    def _not_capturing(self, stream: int) -> HostStream:
+        self._device()
+        if self.streams[stream].captured is not None:
             raise HostError("operation not permitted when stream is capturing", 900)
-        self._wait("stream_synchronize")
+        return self.streams[stream]
+
+    def cuStreamSynchronize(self, stream: int) -> None:
+        self.check("synchronize", ILLEGAL_ADDRESS)
+        s = self._not_capturing(stream)
+        self._wait("cuStreamSynchronize")
         s.run_to(s.n_queued)
 
-    def stream_done(self, stream: int) -> bool:
-        s = self.streams[stream]
-        if s.captured is not None:
-            raise HostError("operation not permitted when stream is capturing", 900)
-        return s.is_done(s.n_queued)
+    def cuStreamQuery(self, stream: int) -> int:
+        s = self._not_capturing(stream)
+        return 0 if s.is_done(s.n_queued) else NOT_READY
 
-    def stream_wait(self, stream: int, event: int) -> None:
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         point = self._events[event]  # as it stands now: to record the event again changes nothing
         if point.stream is not None:
             self.put(stream, Op("wait", point.run))
 
-    def event_new(self, timed: bool = False) -> int:
+    def cuEventCreate(self, out: int, flags: int) -> None:
         handle = next(self._ids)
         self._events[handle] = Point(device=self._device())
-        return handle
+        _write(P, out, handle)
 
-    def event_free(self, event: int) -> None:
+    def cuEventDestroy_v2(self, event: int) -> None:
+        self._device()
         del self._events[event]
 
-    def event_record(self, event: int, stream: int) -> None:
+    def cuEventRecord(self, event: int, stream: int) -> None:
         s, point = self.streams[stream], self._events[event]
         if s.device != point.device:
-            raise HostError("invalid resource handle: event and stream are of two devices", 400)
+            raise HostError("invalid resource handle: event and stream are of two devices", INVALID_HANDLE)
         if s.captured is not None:
             raise HostError("an event was recorded in a capture", 900)
         self.put(stream, Op(RECORD, lambda: None))
         self._events[event] = Point(s, s.n_queued, point.device)
 
-    def event_done(self, event: int) -> bool:
-        return self._events[event].is_reached()
+    def cuEventQuery(self, event: int) -> int:
+        self._device()
+        return 0 if self._events[event].is_reached() else NOT_READY
 
-    def event_synchronize(self, event: int) -> None:
-        self._check("synchronize", 700)
-        self._wait("event_synchronize")
+    def cuEventSynchronize(self, event: int) -> None:
+        self._device()
+        self.check("synchronize", ILLEGAL_ADDRESS)
+        self._wait("cuEventSynchronize")
         self._events[event].run()
 
-    def event_elapsed(self, start: int, end: int) -> float:
-        """As CUDA tells it: a float32 of milliseconds."""
-        return float(np.float32((self._events[end].time() - self._events[start].time()) * 1e3)) * 1e-3
+    def cuEventElapsedTime(self, out: int, start: int, end: int) -> None:
+        _write(ctypes.c_float, out, (self._events[end].time() - self._events[start].time()) * 1e3)
 
     def put(self, stream: int, op: Op) -> None:
+        """Queue work, or capture it."""
+        self._device()
         s = self.streams[stream]
         if s.captured is not None:
             s.captured.append(op)
@@ -340,112 +379,158 @@ class HostDriver:
 
     # -- copies --------------------------------------------------------------------------------
 
-    def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
-        self.copy_2d(dst, nbytes, src, nbytes, nbytes, 1, kind, stream)
+    def cuMemcpyHtoDAsync_v2(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._copy("TO_DEVICE", (dst, nbytes), (src, nbytes), nbytes, 1, stream, src)
 
-    def copy_2d(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, n: int,
-                kind: CopyKind, stream: int) -> None:  # fmt: skip
-        self._device()
+    def cuMemcpyDtoHAsync_v2(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._copy("TO_HOST", (dst, nbytes), (src, nbytes), nbytes, 1, stream, dst)
+
+    def cuMemcpyDtoDAsync_v2(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._copy("ON_DEVICE", (dst, nbytes), (src, nbytes), nbytes, 1, stream)
+
+    def cuMemcpy2DAsync_v2(self, about: int, stream: int) -> None:
+        words = (ctypes.c_uint64 * 16).from_address(about)  # CUDA_MEMCPY2D
+        (source, src_host, src, _, spitch), (target, dst_host, dst, _, dpitch) = words[2:7], words[9:14]
+        name, host = {(1, 2): ("TO_DEVICE", src_host), (2, 1): ("TO_HOST", dst_host)}[source, target]
+        to, here = (dst_host or dst, dpitch), (src_host or src, spitch)
+        self._copy(name, to, here, words[14], words[15], stream, host)
+
+    def _copy(
+        self,
+        name: str,
+        to: tuple[int, int],
+        source: tuple[int, int],
+        width: int,
+        n: int,
+        stream: int,
+        host: int = 0,
+    ) -> None:
+        """Queue a copy of pieces between places with pitches; one of pageable memory, at `host`, may wait."""
+        (dst, dst_pitch), (src, src_pitch) = to, source
         assert width <= min(dst_pitch, src_pitch)
-        on_device = (dst,) * (kind != CopyKind.TO_HOST) + (src,) * (kind != CopyKind.TO_DEVICE)
+        on_device = tuple(address for address in (dst, src) if address != host)
         for address in on_device:
             self.find(address)
+        assert not any(a.address <= host < a.address + a.array.size for a in self._allocations.values()), name
 
         def run() -> None:
             for i in range(n):
                 ctypes.memmove(dst + i * dst_pitch, src + i * src_pitch, width)
 
-        host, pitch = (dst, dst_pitch) if kind == CopyKind.TO_HOST else (src, src_pitch)
-        is_pageable = kind != CopyKind.ON_DEVICE and not self._is_locked(host, (n - 1) * pitch + width)
-        if is_pageable and (kind == CopyKind.TO_HOST or n * width > STAGED_NBYTES):
-            self._wait(f"a copy of pageable memory, {kind.name},")
-            self.put(stream, Op(f"copy {kind.name}", run, on_device))
+        pitch = dst_pitch if host == dst else src_pitch
+        self.put(stream, Op(f"copy {name}", run, on_device))
+        is_pageable = bool(host) and not self._is_locked(host, (n - 1) * pitch + width)
+        if is_pageable and (name == "TO_HOST" or n * width > STAGED_NBYTES):
+            self._wait(f"a copy of pageable memory, {name},")
             self.streams[stream].run_to(self.streams[stream].n_queued)
-        else:
-            self.put(stream, Op(f"copy {kind.name}", run, on_device))
 
-    def copy_peer(
-        self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
+    def cuMemcpyPeerAsync(
+        self, dst: int, dst_context: int, src: int, src_context: int, nbytes: int, stream: int
     ) -> None:
-        assert (self.device_of(dst), self.device_of(src)) == (dst_device, src_device)
-        is_direct = {(dst_device, src_device), (src_device, dst_device)} & self.enabled
+        devices = dst_context - 1, src_context - 1
+        assert (self.find(dst).device, self.find(src).device) == devices
+        is_direct = {devices, devices[::-1]} & self.enabled
         copy = (lambda: None) if is_direct and self.loses else partial(ctypes.memmove, dst, src, nbytes)
         self.put(stream, Op("copy_peer", copy, (dst, src)))
 
-    def enable_peer(self, device: int, peer: int) -> bool:
-        if self.peers:
-            self.enabled.add((device, peer))
-        return self.peers
+    def cuDeviceCanAccessPeer(self, out: int, device: int, peer: int) -> None:
+        _write(N, out, int(self.peers))
 
-    def disable_peer(self, device: int, peer: int) -> None:
-        self.enabled.remove((device, peer))
+    def cuCtxEnablePeerAccess(self, context: int, flags: int) -> None:
+        self.check("peer", 711)  # too many peers
+        pair = self._device(), context - 1
+        if pair in self.enabled:
+            raise HostError("peer access is already enabled", 704)
+        self.enabled.add(pair)
 
-    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+    def cuCtxDisablePeerAccess(self, context: int) -> None:
+        self.enabled.remove((self._device(), context - 1))
+
+    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self.put(stream, Op("fill", partial(ctypes.memset, address, value, nbytes), (address,)))
 
     # -- work ----------------------------------------------------------------------------------
 
-    def prepare(self, launches: Sequence[Launch], device: int) -> None:
-        pass
+    def compiled(self, launch: Launch) -> int:
+        """Compile a launch's kernel; return its handle."""
+        built = build(launch.kernel, launch.defines, launch.wg, Compiler(self._capability))
+        handle = next(self._ids)
+        self._kernels[handle] = launch, built
+        return handle
 
-    def bind(self, launch: Launch, block: bytes, device: int) -> Call:
-        assert len(launch.groups) == 3
-        assert max(launch.groups[1:]) <= 65535
-        name, pointers = launch.kernel.name, operands(launch.kernel, block)
+    def cuFuncGetAttribute(self, out: int, attribute: int, function: int) -> None:
+        assert attribute == cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        _write(N, out, self._kernels[function][1].shared)
+
+    def cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> None:
+        self.attributes[self._kernels[function][0].kernel.name, attribute] = value
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        self, out: int, function: int, wg: int, shared: int
+    ) -> None:
+        """As many blocks as there is room for, if they take few registers."""
+        _, built = self._kernels[function]
+        _write(N, out, min(2048 // wg, SHARED_NBYTES // (built.shared + shared + 1024)))
+
+    def cuLaunchKernel(self, function: int, *rest: int) -> None:
+        self.check("launch")
+        (x, y, z, wg, *others), (shared, stream, params, extra) = rest[:6], rest[6:]
+        launch, built = self._kernels[function]
+        kinds = (ctypes.c_void_p * 5).from_address(extra)
+        assert (params, kinds[0], kinds[2], kinds[4] or 0) == (0, 1, 2, 0)  # CU_LAUNCH_PARAM_*
+        block = ctypes.string_at(kinds[1] or 0, ctypes.c_size_t.from_address(kinds[3] or 0).value)
+        assert (wg, *others) == (launch.wg, 1, 1)
+        assert max(y, z) <= 65535
+        name, pointers, device = launch.kernel.name, operands(launch.kernel, block), self._device()
+        if self.streams[stream].device != device:
+            raise HostError("a kernel on a stream of another device", INVALID_HANDLE)
 
         def run() -> None:
             memory = [self._mapped(address) or self._own(name, address, device) for address in pointers]
-            built = build(launch.kernel, launch.defines, launch.wg, Compiler(self._capability))
-            groups = grid(launch, lambda: 2 * self.resident(launch.wg, built.shared + launch.shared))
-            built.run(block, groups, memory, BACKWARD, launch.shared)
+            built.run(block, (x, y, z), memory, BACKWARD, shared)
 
-        def call(stream: int) -> None:
-            self._check("launch")
-            assert self.streams[stream].device == device, "a kernel on a stream of another device"
-            self.put(stream, Op(name, run, tuple(pointers)))
+        self.put(stream, Op(name, run, tuple(pointers)))
 
-        return call
-
-    def blas(self) -> Any:
-        if "blas" in self.fail:
-            raise BackendUnavailable("the test asked for no cuBLAS")
-        return self._blas
-
-    def collective(self, devices: Sequence[int]) -> Collective | None:
-        return None if "nccl" in self.fail else HostCollective(self)
+    def cuLaunchKernelEx(self, config: int, function: int, params: int, extra: int) -> None:
+        """Launch with one attribute, PROGRAMMATIC_STREAM_SERIALIZATION; in order, as the kernel waits."""
+        sizes = (ctypes.c_uint * 7).from_address(config)
+        stream, attribute, n = (ctypes.c_uint64 * 3).from_address(config + 32)
+        assert (n & 0xFFFFFFFF, *(ctypes.c_int * 3).from_address(attribute)) == (1, 6, 0, 1)
+        self.dependent.append(self._kernels[function][0].kernel.name)
+        self.cuLaunchKernel(function, *sizes, stream, params, extra)
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def capture_begin(self, stream: int) -> None:
-        self._check("capture")
-        assert self.streams[stream].captured is None
-        self.streams[stream].captured = []
+    def cuStreamBeginCapture_v2(self, stream: int, mode: int) -> None:
+        self.check("capture")
+        assert mode == 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+        self._not_capturing(stream).captured = []
 
-    def capture_end(self, stream: int) -> int:
+    def cuStreamEndCapture(self, stream: int, out: int) -> None:
         s, handle = self.streams[stream], next(self._ids)
         assert s.captured is not None
         self._graphs[handle], s.captured = s.captured, None
-        return handle
+        _write(P, out, handle)
 
-    def graph_free(self, graph: int) -> None:
+    def cuGraphDestroy(self, graph: int) -> None:
         del self._graphs[graph]
 
-    def exec_new(self, graph: int) -> int:
-        self._check("instantiate")
+    def cuGraphInstantiateWithFlags(self, out: int, graph: int, flags: int) -> None:
+        self.check("instantiate")
         handle = next(self._ids)
-        self._execs[handle] = list(self._graphs[graph])
-        return handle
+        self.execs[handle] = list(self._graphs[graph])
+        _write(P, out, handle)
 
-    def exec_update(self, executable: int, graph: int) -> bool:
-        old, new = self._execs[executable], self._graphs[graph]
+    def cuGraphExecUpdate_v2(self, executable: int, graph: int, outcome: int) -> int:
+        old, new = self.execs[executable], self._graphs[graph]
         if "update" in self.fail or [op.name for op in old] != [op.name for op in new]:
-            return False
-        self._execs[executable] = list(new)
+            return UPDATE_FAILED
+        self.execs[executable] = list(new)
         self.counts["update"] += 1
-        return True
+        return 0
 
-    def exec_launch(self, executable: int, stream: int) -> None:
-        ops = self._execs[executable]
+    def cuGraphLaunch(self, executable: int, stream: int) -> None:
+        ops = self.execs[executable]
 
         def run() -> None:
             for op in ops:
@@ -454,31 +539,73 @@ class HostDriver:
         self.counts["replay"] += 1
         self.put(stream, Op("graph", run, tuple(a for op in ops for a in op.addresses)))
 
-    def exec_free(self, executable: int) -> None:
-        del self._execs[executable]
+    def cuGraphExecDestroy(self, executable: int) -> None:
+        del self.execs[executable]
 
     def leftovers(self) -> dict[str, int]:
         """Return what was made and not released."""
         made: dict[str, Sized] = {"streams": self.streams, "events": self._events, "graphs": self._graphs}
-        made |= {"executables": self._execs, "cuBLAS handles": range(self._blas.real.handles)}
+        made |= {"executables": self.execs, "cuBLAS handles": range(self.blas.real.handles)}
         return {name: len(things) for name, things in made.items() if things}
 
 
-ANYWHERE = {
-    "device_count", "facts", "on", "memory_info", "is_out_of_memory", "array", "view", "pinned", "register",
-    "unregister", "enable_peer", "disable_peer", "prepare", "bind", "blas",
-}  # fmt: skip
-"""Calls that need no current device. For others, CUDA would take the first, and make a context there."""
+P, N, L = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 
 
-def _in_context(call: Any) -> Any:
-    @wraps(call)
-    def checked(self: HostDriver, *args: Any, **options: Any) -> Any:
-        self._device()
-        return call(self, *args, **options)
-
-    return checked
+_ERROR = ctypes.create_string_buffer(b"an error of the played cards")
 
 
-for _name in DRIVER_CALLS - ANYWHERE:
-    setattr(HostDriver, _name, _in_context(getattr(HostDriver, _name)))
+def _write(kind: Any, address: int, value: Any) -> None:
+    kind.from_address(address).value = value
+
+
+ARGUMENTS.update(SYMBOLS)
+
+
+class HostDriver(CupyDriver):
+    """The driver of played cards, whose arrays, compiler, cuBLAS and NCCL are the host's too.
+
+    Each has a libcuda of its own, where CuPy's bindings have that of the process (`played_cupy`).
+    """
+
+    def __init__(self, n_devices: int = 1, capacity: int = 1 << 30, capability: int = 90) -> None:
+        self.cards = HostCards(n_devices, capacity, capability)
+        super().__init__(lambda: answer(load(), self.cards))
+
+    def on(self, device: int) -> AbstractContextManager[None]:
+        return self._on(device)
+
+    @contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        context, before = self._context(device), self._get(P, "cuCtxGetCurrent")
+        self._function("cuCtxSetCurrent")(context)
+        try:
+            yield
+        finally:
+            self._function("cuCtxSetCurrent")(before)
+
+    _launch = _bound("cuLaunchKernel")
+
+    def trim(self) -> None:
+        self.cards.counts["trim"] += 1
+
+    def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
+        array = (self.cards.find(address).array if nbytes else np.empty(0, np.uint8)).view(Owned)
+        array.owner = owner
+        return array
+
+    def view(
+        self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
+    ) -> Any:
+        return Owned(shape, dtype, base, offset, strides)
+
+    def _compile(self, launch: Launch, device: int) -> Any:
+        return SimpleNamespace(ptr=self.cards.compiled(launch))
+
+    def blas(self) -> Any:
+        if "blas" in self.cards.fail:
+            raise BackendUnavailable("the test asked for no cuBLAS")
+        return self.cards.blas
+
+    def collective(self, devices: Sequence[int]) -> Collective | None:
+        return None if "nccl" in self.cards.fail else Collective(HostNccl(self.cards), devices)

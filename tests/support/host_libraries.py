@@ -13,17 +13,45 @@ from tests.support.host_streams import Op
 from tests.support.ptx.blas import NOT_INITIALISED, HostBlas
 
 if TYPE_CHECKING:
-    from tests.support.host_driver import HostDriver
+    from tests.support.host_driver import HostCards
 
 
-class HostCollective:
-    """NCCL over NumPy: the first stream that gets there waits for the others, and sums for all."""
+class HostNccl:
+    """NCCL, as CuPy binds it, over NumPy: the first stream that gets there waits for the others, and sums."""
 
-    def __init__(self, driver: HostDriver) -> None:
-        self._driver = driver
+    NCCL_FLOAT16, NCCL_FLOAT32, NCCL_BFLOAT16, NCCL_SUM = 6, 7, 9, 0
+    NcclError = type("NcclError", (RuntimeError,), {})
 
-    def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
-        streams = [self._driver.streams[stream] for _, stream in places]
+    def __init__(self, cards: HostCards) -> None:
+        self._cards = cards
+        self._group: list[tuple[int, int, int, int]] | None = None
+        self.NcclCommunicator = self  # and its own communicators
+
+    def initAll(self, devices: Sequence[int]) -> list[HostNccl]:
+        return [self for _ in devices]
+
+    def destroy(self) -> None:
+        pass
+
+    def groupStart(self) -> None:
+        assert self._group is None
+        self._group = []
+
+    def allReduce(self, send: int, receive: int, count: int, datatype: int, op: int, stream: int) -> None:
+        assert (send, op) == (receive, self.NCCL_SUM)
+        assert self._group is not None, "one thread calls for all devices: in a group"
+        if self._group and "sum" in self._cards.fail:
+            raise self.NcclError("unhandled system error")
+        self._group.append((send, count, datatype, stream))
+
+    def groupEnd(self) -> None:
+        """Queue the sums of all devices; the first one's tells how many of what."""
+        assert self._group is not None
+        calls, self._group = self._group, None
+        if "sum" in self._cards.fail:
+            raise self.NcclError("a call of the group failed")
+        n, dtype = calls[0][1], {6: DType.F16, 7: DType.F32, 9: DType.BF16}[calls[0][2]]
+        streams = [self._cards.streams[stream] for *_, stream in calls]
         before = [stream.n_queued for stream in streams]
         done: list[bool] = []
 
@@ -31,20 +59,18 @@ class HostCollective:
             if done:
                 return
             done.append(True)
-            for stream, count in zip(streams, before, strict=True):
-                stream.run_to(count)
-            nbytes = n * dtype.type_size
-            parts: list[Any] = [(ctypes.c_char * nbytes).from_address(address) for address, _ in places]
-            arrays = [np.frombuffer(part, dtype.numpy) for part in parts]
+            for stream, n_queued in zip(streams, before, strict=True):
+                stream.run_to(n_queued)
+            parts: list[Any] = [
+                (ctypes.c_char * (n * dtype.type_size)).from_address(call[0]) for call in calls
+            ]
+            arrays = [np.frombuffer(memory, dtype.numpy) for memory in parts]
             total = np.sum([array.astype(np.float32) for array in arrays], axis=0)
             for array in arrays:
                 array[...] = total
 
-        for address, stream in places:
-            self._driver.put(stream, Op("all_reduce", run, (address,)))
-
-    def free(self) -> None:
-        pass
+        for address, _, _, handle in calls:
+            self._cards.put(handle, Op("all_reduce", run, (address,)))
 
 
 _OPERANDS = {
@@ -62,8 +88,8 @@ class QueuedBlas:
         real: The functions.
     """
 
-    def __init__(self, driver: HostDriver) -> None:
-        self._driver = driver
+    def __init__(self, cards: HostCards) -> None:
+        self._cards = cards
         self.real = HostBlas()
         self._streams: dict[int, int] = {}
 
@@ -85,7 +111,7 @@ class QueuedBlas:
                 assert status == 0, f"{name}: {status}"
 
             addresses = tuple(args[i] for i in _OPERANDS[name])
-            self._driver.put(self._streams[handle], Op("gemm", run, addresses))
+            self._cards.put(self._streams[handle], Op("gemm", run, addresses))
             return 0
 
         return call

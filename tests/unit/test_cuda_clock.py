@@ -41,14 +41,14 @@ def times(patch: pytest.MonkeyPatch, n: int, work: int, pause: int, wait: bool) 
         clock = clocks.Clock(driver, stream, commands)
         for _ in range(n):
             with clock.time("work"):
-                driver.put(stream.handle, time.work(work))
+                driver.cards.put(stream.handle, time.work(work))
             if wait:
                 driver.stream_synchronize(stream.handle)
             time.now += pause
         driver.stream_synchronize(stream.handle)
         clock.settle()
         stream.free()
-    assert not driver.leftovers()
+    assert not driver.cards.leftovers()
     return time, commands
 
 

@@ -68,7 +68,8 @@ with alloc_ctx_tensors(ctx, stream):
     for _ in range(3):
         stream.graph_compute(graph)
         assert np.allclose(y.to_numpy(), 1, atol=1e-2)
-print(sorted({*played_cupy.DEPENDENT}), played_cupy.HOST.counts["replay"])
+cards = played_cupy.HOST.cards
+print(sorted({*cards.dependent}), cards.counts["replay"])
 """
 
 

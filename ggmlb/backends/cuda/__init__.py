@@ -14,8 +14,8 @@ from ggmlb.interface import BackendReg
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.buffer import CudaHostBufferType, PeerAccess
+    from ggmlb.backends.cuda.cupy_driver import CupyDriver
     from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.backends.cuda.driver import Driver
 
 INSTALL = "pip install 'ggmlb[cuda]'"
 
@@ -46,7 +46,7 @@ class CudaReg(BackendReg):
 
     unproven = "no card has run this backend yet"
 
-    def __init__(self, driver: Driver | None = None) -> None:
+    def __init__(self, driver: CupyDriver | None = None) -> None:
         self._driver = driver
         self._devices: tuple[CudaDevice, ...] | None = None
         self._host_buffer_type: CudaHostBufferType | None = None
@@ -92,7 +92,7 @@ class CudaReg(BackendReg):
         return procs(self)
 
 
-def load_driver() -> Driver:
+def load_driver() -> CupyDriver:
     """Return the driver interface over CuPy.
 
     Raises:
@@ -112,7 +112,7 @@ def load_driver() -> Driver:
     return CupyDriver()
 
 
-def count_devices(driver: Driver) -> int:
+def count_devices(driver: CupyDriver) -> int:
     """Return the number of CUDA devices; raise BackendUnavailable if there is none.
 
     Raises:

@@ -24,8 +24,8 @@ from ggmlb.interface.host import allocate
 from ggmlb.system import env
 
 if TYPE_CHECKING:
+    from ggmlb.backends.cuda.cupy_driver import CupyDriver
     from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.stream import Stream
 
 ALIGNMENT = 256
@@ -119,7 +119,7 @@ class CudaBuffer(GpuBuffer):
         offset, size, n, *pitches = where
         ends = [(there + offset, pitches[0]), (here, pitches[1])]
         to, source = ends if is_write else ends[::-1]
-        driver.copy_2d(*to, *source, size, n, kind, stream)
+        driver.copy_2d(to, source, size, n, kind, stream)
 
     def copy(
         self,
@@ -344,7 +344,7 @@ class Registrations:
         pages: The locked ranges.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CupyDriver) -> None:
         self._driver = driver
         self._lock = Lock()
         self._added: dict[int, list[Pages]] = {}

@@ -1,9 +1,12 @@
-"""CupyDriver: the driver interface over NVIDIA's driver (libcuda) and runtime.
+"""CupyDriver: CUDA as the backend uses it, with all other modules of this package above it.
 
-Contexts, kernels, streams, events and graphs are calls of libcuda, which tests replace by a library of
-theirs (docs/cuda.md): by `cupy.cuda.driver` where it has them, else by ctypes, 0.2 us a call, as by NVIDIA's
-`cuda.bindings`, which would be a dependency. Memory, copies, peers and properties are calls of the runtime
-(`cupy.cuda.runtime`). Handles and error numbers are the same in both.
+All calls are NVIDIA's driver's (libcuda): launches and the current context, of which there are most, by
+CuPy's bindings (0.1 us), all others by ctypes (0.2 to 0.5 us; NVIDIA's `cuda.bindings` would be a
+dependency). CuPy compiles and caches kernels, has the arrays that go in and out, and names errors, whose
+numbers are the same in the runtime. Contexts are the devices' primary ones, which CuPy's runtime uses too.
+
+Streams, events, graphs and addresses are plain integers, as in CUDA, independent of garbage collection
+and exit order. Each is released only by a call here.
 """
 
 from __future__ import annotations
@@ -11,10 +14,10 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import cached_property
+from typing import Any
 
 import cupy
 import numpy as np
@@ -24,31 +27,40 @@ from cupy.cuda.compiler import CompileException
 from cupy.cuda.memory import OutOfMemoryError
 
 from ggmlb.backends.cuda.cublas import library
-from ggmlb.backends.cuda.driver import OPTIONS, Call, Facts, address_of, grid, text
+from ggmlb.backends.cuda.driver import (
+    ARGUMENTS,
+    KINDS,
+    OPTIONS,
+    Call,
+    CopyKind,
+    Facts,
+    address_of,
+    grid,
+    text,
+)
 from ggmlb.backends.gpu import Launch
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
 from ggmlb.interface.data import Bytes
 from ggmlb.system import env, progress
 
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.driver import Collective
-
+INVALID_VALUE = 1
+OUT_OF_MEMORY = 2
 INSUFFICIENT_DRIVER = 35
-OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 NOT_READY = 600
-HOST_MEMORY = 1  # cudaMemoryTypeHost: page-locked
 PEER_ALREADY_ENABLED = 704
 MUCH_SHARED = 16 << 10
 """Shared memory of a block above which the kernel prefers the largest carve-out [bytes].
 
 Other kernels leave more of it to the L1 cache."""
 
-REGISTER_PORTABLE, REGISTER_READ_ONLY = 1, 8
+PORTABLE, READ_ONLY = 1, 8  # CU_MEMHOSTALLOC_, CU_MEMHOSTREGISTER_
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 TIMED, NOT_TIMED = 0, 2  # CU_EVENT_DEFAULT, CU_EVENT_DISABLE_TIMING
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-HANDLE, NUMBER = ctypes.c_void_p, ctypes.c_uint
+HOST, DEVICE = 1, 2  # CU_MEMORYTYPE_
+MEMORY_TYPE, ORDINAL = 2, 9  # CU_POINTER_ATTRIBUTE_
+N_UNITS, INTEGRATED, MAJOR, MINOR, SHARED = 16, 18, 75, 76, 81  # CU_DEVICE_ATTRIBUTE_
 
 PDL_CAPABILITY, PDL_DRIVER = 90, 12030
 """First compute capability with programmatic dependent launches; first driver that captures them."""
@@ -58,98 +70,160 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a CUlaunchAttributeID
 OLDEST = 75
 """Oldest compute capability, times ten, that CUDA 13 compiles for."""
 
+P, N, U, L = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 
-def _bound(name: str, *kinds: Any) -> cached_property[Any]:
-    """Return a method that is a function of libcuda itself, loaded when it is first called."""
-    return cached_property(lambda _: libcuda(name, *kinds))
+ANSWERS = {"cuStreamQuery", "cuEventQuery", "cuPointerGetAttribute", "cuGraphExecUpdate_v2"}
+"""Functions that return their status, some of which are answers; those of others are raised as errors."""
+
+
+def _bound(name: str) -> Any:
+    """Return a method that is a function of libcuda itself."""
+    return cached_property(lambda driver: driver._function(name))
+
+
+def _checked(status: int) -> None:
+    if status:
+        raise rt.CUDARuntimeError(status)
 
 
 class CupyDriver:
-    """Implementation of `Driver` by CuPy and libcuda."""
+    """The interface to CUDA.
 
-    errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
+    Calls must be made inside `on(device)`, except those on devices and on host memory: libcuda would
+    refuse them. Failures raise one of `errors`.
 
-    device_count = staticmethod(rt.getDeviceCount)
-    malloc = staticmethod(rt.malloc)  # cudaMalloc: one allocation for each buffer needs no pool
-    free = staticmethod(rt.free)
-    copy = staticmethod(rt.memcpyAsync)
-    copy_2d = staticmethod(rt.memcpy2DAsync)
-    copy_peer = staticmethod(rt.memcpyPeerAsync)  # through the host if needed
-    fill = staticmethod(rt.memsetAsync)
+    Args:
+        load: Loads libcuda, when it is first called.
+    """
 
-    stream_free = _bound("cuStreamDestroy_v2", HANDLE)
-    stream_synchronize = _bound("cuStreamSynchronize", HANDLE)  # without the GIL
-    event_free = _bound("cuEventDestroy_v2", HANDLE)
-    event_record = _bound("cuEventRecord", HANDLE, HANDLE)
-    event_synchronize = _bound("cuEventSynchronize", HANDLE)
-    graph_free = _bound("cuGraphDestroy", HANDLE)
-    exec_launch = _bound("cuGraphLaunch", HANDLE, HANDLE)
-    exec_free = _bound("cuGraphExecDestroy", HANDLE)
+    errors: tuple[type[Exception], ...] = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
 
-    def __init__(self) -> None:
-        self._functions: dict[Hashable, Any] = {}
+    def __init__(self, load: Callable[[], Any] = lambda: ctypes.CDLL("libcuda.so.1")) -> None:
+        self._load = load
+        self._functions: dict[str, Any] = {}
+        self._compiled: dict[Hashable, Any] = {}
         self._contexts: dict[int, int] = {}
         self._n_units: dict[int, int] = {}
         self._dependent: dict[int, bool] = {}
 
+    @cached_property
+    def _library(self) -> Any:
+        """Libcuda, loaded and initialised.
+
+        Raises:
+            CUDARuntimeError: It is missing: cudaErrorInsufficientDriver, as from the runtime.
+        """
+        try:
+            found = self._load()
+        except OSError as error:
+            raise rt.CUDARuntimeError(INSUFFICIENT_DRIVER) from error
+        _checked(found["cuInit"](0))
+        return found
+
+    def _function(self, name: str) -> Any:
+        """Return a function of libcuda, which raises the runtime's errors: their numbers are equal."""
+        try:
+            return self._functions[name]
+        except KeyError:
+            found = self._library[name]
+            found.argtypes = [KINDS[kind] for kind in ARGUMENTS[name]]
+            found.restype = N if name in ANSWERS else _checked
+            return self._functions.setdefault(name, found)
+
+    def _get(self, kind: Any, name: str, *args: Any) -> Any:
+        """Return the value that a function writes where its first argument points."""
+        value = kind()
+        self._function(name)(ctypes.byref(value), *args)
+        return value.value or 0
+
+    # -- devices -------------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        """Return the number of devices visible by `CUDA_VISIBLE_DEVICES`.
+
+        Raises:
+            CUDARuntimeError: Among others cudaErrorInsufficientDriver: the driver is older than CuPy's CUDA.
+        """
+        if self._get(N, "cuDriverGetVersion") // 1000 < rt.runtimeGetVersion() // 1000:
+            raise rt.CUDARuntimeError(INSUFFICIENT_DRIVER)
+        return int(self._get(N, "cuDeviceGetCount"))
+
     def facts(self, device: int) -> Facts:
-        props = rt.getDeviceProperties(device)
-        return Facts(
-            props["name"].decode(),
-            # CuPy's deviceGetPCIBusId has no room for domains beyond four digits.
-            f"{props['pciDomainID']:04x}:{props['pciBusID']:02x}:{props['pciDeviceID']:02x}.0",
-            10 * props["major"] + props["minor"],
-            props["multiProcessorCount"],
-            props["sharedMemPerMultiprocessor"],
-            props["totalGlobalMem"],
-            bool(props.get("integrated", 0)),
-        )
+        """Return the properties of a device."""
+        card = self._get(N, "cuDeviceGet", device)
+        name, place = ctypes.create_string_buffer(256), ctypes.create_string_buffer(32)
+        self._function("cuDeviceGetName")(name, len(name), card)
+        self._function("cuDeviceGetPCIBusId")(place, len(place), card)
+        asked = (MAJOR, MINOR, N_UNITS, SHARED, INTEGRATED)
+        major, minor, *numbers = (self._get(N, "cuDeviceGetAttribute", what, card) for what in asked)
+        n_units, shared, is_integrated = numbers
+        nbytes = self._get(L, "cuDeviceTotalMem_v2", card)
+        bus = place.value.decode().lower()
+        capability = 10 * major + minor
+        return Facts(name.value.decode(), bus, capability, n_units, shared, nbytes, bool(is_integrated))
 
-    def on(self, device: int) -> _On:
-        """Make a device current by its primary context; cudaSetDevice would create one on device 0."""
-        return _On(self._contexts.get(device) or self._retain(device))
+    def on(self, device: int) -> AbstractContextManager[None]:
+        """Context manager that makes `device` this thread's current one; others get no CUDA context."""
+        return _On(self._contexts.get(device) or self._context(device))
 
-    def _retain(self, device: int) -> int:
-        handle, context = ctypes.c_int(), ctypes.c_void_p()
-        libcuda("cuInit", NUMBER)(0)
-        libcuda("cuDeviceGet", HANDLE, ctypes.c_int)(ctypes.byref(handle), device)
-        libcuda("cuDevicePrimaryCtxRetain", HANDLE, ctypes.c_int)(ctypes.byref(context), handle)
-        self._contexts[device] = context.value or 0
+    def _context(self, device: int) -> int:
+        """Return the device's primary context, retained at first use; cudaSetDevice would take device 0's."""
+        if device not in self._contexts:
+            card = self._get(N, "cuDeviceGet", device)
+            self._contexts[device] = self._get(P, "cuDevicePrimaryCtxRetain", card)
         return self._contexts[device]
 
-    def _any(self) -> _On:
+    def _any(self) -> AbstractContextManager[None]:
         """Make a device that is in use the current one, for calls that concern all devices."""
         return self.on(next(iter(self._contexts), 0))
 
     def memory_info(self, device: int) -> tuple[int, int]:
+        """Return free and total memory [bytes]."""
+        total = L()
         with self.on(device):
-            free, total = rt.memGetInfo()
-        return int(free), int(total)
+            free = self._get(L, "cuMemGetInfo_v2", ctypes.byref(total))
+        return free, total.value
 
     def is_out_of_memory(self, error: Exception) -> bool:
         """Whether an error reports a lack of memory; errors without a status (CuPy's memory pool's) do."""
         return getattr(error, "status", OUT_OF_MEMORY) == OUT_OF_MEMORY
 
+    # -- memory --------------------------------------------------------------------------------
+
+    def malloc(self, nbytes: int) -> int:
+        """Return the address of new memory on the current device: one for each buffer needs no pool."""
+        return int(self._get(P, "cuMemAlloc_v2", nbytes))
+
+    free = _bound("cuMemFree_v2")  # (address): queued work must not use it
+
     def trim(self) -> None:
+        """Free the memory that CuPy's pools cache on the current device, for arrays of the user."""
         cupy.get_default_memory_pool().free_all_blocks()
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
+        """View device memory as a flat uint8 CuPy array; the array keeps the object `owner` alive."""
         memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device)
         return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
     def view(
         self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
     ) -> Any:
+        """View `base`, an array from `array`, from byte `offset` on with another shape, type and strides."""
         return cupy.ndarray(shape, dtype, base.data + offset, strides)
 
     def device_of(self, address: int) -> int:
-        return int(rt.pointerGetAttributes(address).device)
+        """Return the device that an address is on."""
+        device = N()
+        _checked(self._about(ctypes.byref(device), ORDINAL, address))
+        return device.value
+
+    _about = _bound("cuPointerGetAttribute")
 
     def pinned(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory from cudaHostAlloc, freed with the last view of it."""
+        """Return page-locked host memory for all devices, freed with the last view of it."""
         with self._any():
-            address = int(rt.hostAlloc(nbytes, rt.hostAllocPortable))
+            address = self._get(P, "cuMemHostAlloc", nbytes, PORTABLE)
         memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, self._free_pinned, address).atexit = False
         pinned: Bytes = np.frombuffer(memory, np.uint8)
@@ -157,78 +231,141 @@ class CupyDriver:
 
     def _free_pinned(self, address: int) -> None:
         with self._any():
-            rt.freeHost(address)
+            self._function("cuMemFreeHost")(address)
 
     def is_pinned(self, array: Bytes) -> bool:
-        """Whether an array is page-locked, by cudaPointerGetAttributes of its first and last byte."""
-        first = address_of(array)
-        ends = (first, first + max(array.size, 1) - 1)
-        return all(rt.pointerGetAttributes(at).type == HOST_MEMORY for at in ends)
+        """Whether an array's first and last byte are page-locked; copies of pageable memory may block."""
+        first, kind = address_of(array), U()
+        for address in (first, first + max(array.size, 1) - 1):
+            status = self._about(ctypes.byref(kind), MEMORY_TYPE, address)
+            if status == INVALID_VALUE:  # unknown to CUDA
+                return False
+            _checked(status)
+            if kind.value != HOST:
+                return False
+        return True
 
     def register(self, array: Bytes) -> None:
-        flags = REGISTER_PORTABLE | (0 if array.flags.writeable else REGISTER_READ_ONLY)
+        """Page-lock an array's memory in place."""
+        flags = PORTABLE | (0 if array.flags.writeable else READ_ONLY)
         with self._any():
-            rt.hostRegister(address_of(array), array.size, flags)
+            self._function("cuMemHostRegister_v2")(address_of(array), array.size, flags)
 
     def unregister(self, array: Bytes) -> None:
+        """Undo `register`: unlock the array's memory."""
         with self._any():
-            rt.hostUnregister(address_of(array))
+            self._function("cuMemHostUnregister")(address_of(array))
+
+    # -- streams and events --------------------------------------------------------------------
 
     def stream_new(self) -> int:
-        return _made("cuStreamCreate", (NUMBER, NON_BLOCKING))
+        """Return a new stream of the current device, which does not wait for the default stream."""
+        return int(self._get(P, "cuStreamCreate", NON_BLOCKING))
+
+    stream_free = _bound("cuStreamDestroy_v2")  # (stream)
+    stream_synchronize = _bound("cuStreamSynchronize")  # (stream), without the GIL
 
     def stream_done(self, stream: int) -> bool:
-        return _is_ready("cuStreamQuery", stream)
+        """Whether the stream's queued work is done; the stream must not be capturing."""
+        return _is_ready(self._function("cuStreamQuery")(stream))
 
     def stream_wait(self, stream: int, event: int) -> None:
-        libcuda("cuStreamWaitEvent", HANDLE, HANDLE, NUMBER)(stream, event, 0)
+        """Queue a wait: the stream's later work starts after an event of any device."""
+        self._function("cuStreamWaitEvent")(stream, event, 0)
 
     def event_new(self, timed: bool = False) -> int:
-        """Return a new event; events that are not `timed` are faster."""
-        return _made("cuEventCreate", (NUMBER, TIMED if timed else NOT_TIMED))
+        """Return a new event of the current device; events that are not `timed` are faster."""
+        return int(self._get(P, "cuEventCreate", TIMED if timed else NOT_TIMED))
+
+    event_free = _bound("cuEventDestroy_v2")  # (event)
+    event_record = _bound("cuEventRecord")  # (event, stream): after the work queued so far
+    event_synchronize = _bound("cuEventSynchronize")  # (event), without the GIL
 
     def event_done(self, event: int) -> bool:
-        return _is_ready("cuEventQuery", event)
+        """Whether the work before the recorded event is done."""
+        return _is_ready(self._function("cuEventQuery")(event))
 
     def event_elapsed(self, start: int, end: int) -> float:
-        ms = ctypes.c_float()
-        libcuda("cuEventElapsedTime", HANDLE, HANDLE, HANDLE)(ctypes.byref(ms), start, end)
-        return ms.value * 1e-3
+        """Return the time between two recorded events that are reached, both created as `timed` [s]."""
+        return float(self._get(ctypes.c_float, "cuEventElapsedTime", start, end)) * 1e-3
+
+    # -- copies --------------------------------------------------------------------------------
+
+    @cached_property
+    def _copies(self) -> dict[CopyKind, Any]:
+        names = {CopyKind.TO_DEVICE: "HtoD", CopyKind.TO_HOST: "DtoH", CopyKind.ON_DEVICE: "DtoD"}
+        return {kind: self._function(f"cuMemcpy{name}Async_v2") for kind, name in names.items()}
+
+    def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
+        """Queue a copy of `nbytes` bytes from `src` to `dst`."""
+        self._copies[kind](dst, src, nbytes, stream)
+
+    def copy_2d(
+        self, to: tuple[int, int], source: tuple[int, int], width: int, n: int, kind: CopyKind, stream: int
+    ) -> None:
+        """Queue a copy of `n` pieces of `width` bytes between two places, each with the pieces' distance."""
+        is_write, is_read = kind is CopyKind.TO_DEVICE, kind is CopyKind.TO_HOST
+        ends = [
+            (0, 0, *((HOST, address, 0) if is_host else (DEVICE, 0, address)), 0, pitch)
+            for is_host, (address, pitch) in ((is_write, source), (is_read, to))
+        ]
+        # CUDA_MEMCPY2D: of both ends the place in x and y, kind, host's and device's address, array, pitch
+        about = (L * 16)(*ends[0], *ends[1], width, n)
+        self._function("cuMemcpy2DAsync_v2")(about, stream)
+
+    def copy_peer(
+        self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
+    ) -> None:
+        """Queue a copy between devices: directly if they are peers, else through the host."""
+        ends = dst, self._context(dst_device), src, self._context(src_device)
+        self._function("cuMemcpyPeerAsync")(*ends, nbytes, stream)
 
     def enable_peer(self, device: int, peer: int) -> bool:
-        if not rt.deviceCanAccessPeer(device, peer):
+        """Let a device access a peer's memory; return whether CUDA supports it."""
+        cards = [self._get(N, "cuDeviceGet", index) for index in (device, peer)]
+        if not self._get(N, "cuDeviceCanAccessPeer", *cards):
             return False
         with self.on(device):
             try:
-                rt.deviceEnablePeerAccess(peer)
+                self._function("cuCtxEnablePeerAccess")(self._context(peer), 0)
             except rt.CUDARuntimeError as error:
                 return bool(error.status == PEER_ALREADY_ENABLED)
         return True
 
     def disable_peer(self, device: int, peer: int) -> None:
+        """Undo `enable_peer`: the device can no longer access the peer's memory."""
         with self.on(device):
-            rt.deviceDisablePeerAccess(peer)
+            self._function("cuCtxDisablePeerAccess")(self._context(peer))
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """Queue setting every byte to a value."""
+        self._function("cuMemsetD8Async")(address, value, nbytes, stream)
+
+    # -- work ----------------------------------------------------------------------------------
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         """Compile a launch's kernel by NVRTC, through CuPy's disk cache; return the call that runs it."""
-        function = self._function(launch, device)
+        function = self._kernel(launch, device)
         packet = _Packet(block)
-        wg, shared, extra, run = launch.wg, launch.shared, packet.address, cu.launchKernel
+        wg, shared, extra, run = launch.wg, launch.shared, packet.address, self._launch
         x, y, z = grid(launch, lambda: self._resident(function, wg, shared, device))
         if self._is_dependent(device):
-            return _dependent_call(function, (x, y, z, wg, 1, 1, shared), packet)
+            sizes = (x, y, z, wg, 1, 1, shared)
+            return _dependent_call(self._function("cuLaunchKernelEx"), function, sizes, packet)
 
         def call(stream: int, packet: _Packet = packet) -> None:
             run(function, x, y, z, wg, 1, 1, shared, stream, 0, extra)
 
         return call
 
+    _launch = staticmethod(cu.launchKernel)
+
     def _is_dependent(self, device: int) -> bool:
         """Whether kernels are launched before the ones before them end, and wait (GGMLB_CUDA_PDL=1)."""
         if device not in self._dependent:
             wanted = env.flag("GGMLB_CUDA_PDL", default=False)
             can = wanted and self.facts(device).capability >= PDL_CAPABILITY
-            self._dependent[device] = can and rt.driverGetVersion() >= PDL_DRIVER
+            self._dependent[device] = can and self._get(N, "cuDriverGetVersion") >= PDL_DRIVER
         return self._dependent[device]
 
     def _resident(self, function: int, wg: int, shared: int, device: int) -> int:
@@ -236,40 +373,43 @@ class CupyDriver:
         if device not in self._n_units:
             self._n_units[device] = self.facts(device).n_units
         with self.on(device):
-            each = int(cu.occupancyMaxActiveBlocksPerMultiprocessor(function, wg, shared))
+            each = int(self._get(N, "cuOccupancyMaxActiveBlocksPerMultiprocessor", function, wg, shared))
         return each * self._n_units[device]
 
     def prepare(self, launches: Sequence[Launch], device: int) -> None:
         """Compile the launches' kernels, with a progress display; cached ones take milliseconds each."""
-        missing = {_key(x, device): x for x in launches if _key(x, device) not in self._functions}
+        missing = {_key(x, device): x for x in launches if _key(x, device) not in self._compiled}
         if missing:
             with progress.task(f"CUDA{device}: compiling kernels", len(missing)) as task:
                 for launch in missing.values():
                     task.step(launch.kernel.name)
-                    self._function(launch, device)
+                    self._kernel(launch, device)
 
-    def _function(self, launch: Launch, device: int) -> int:
+    def _kernel(self, launch: Launch, device: int) -> int:
+        """Return the handle of a launch's kernel, compiled once."""
         key = _key(launch, device)
-        if key not in self._functions:
-            name = launch.kernel.name
+        if key not in self._compiled:
             with self.on(device):
-                code = text(launch.kernel, launch.defines, launch.wg, self._is_dependent(device))
-                module = cupy.RawModule(code=code, options=OPTIONS, backend="nvrtc")
                 try:
-                    function = module.get_function(name).kernel
-                    own = cu.funcGetAttribute(cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
-                    if own + launch.shared > MUCH_SHARED:
-                        carve_out = cu.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-                        cu.funcSetAttribute(function.ptr, carve_out, 100)
-                    if launch.shared:
-                        most = cu.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                        cu.funcSetAttribute(function.ptr, most, launch.shared)
-                    self._functions.setdefault(key, function)  # the first, if threads compile it: it is bound
+                    kernel = self._compile(launch, device)
                 except self.errors:
                     raise
                 except Exception as error:  # of the compiler, or of the search for it and for CUDA's headers
-                    raise BackendError(self._uncompiled(name, device, error)) from error
-        return int(self._functions[key].ptr)
+                    raise BackendError(self._uncompiled(launch.kernel.name, device, error)) from error
+                own = self._get(N, "cuFuncGetAttribute", cu.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel.ptr)
+                put = self._function("cuFuncSetAttribute")
+                if own + launch.shared > MUCH_SHARED:
+                    put(kernel.ptr, cu.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+                if launch.shared:
+                    put(kernel.ptr, cu.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared)
+            self._compiled.setdefault(key, kernel)  # the first, if threads compile it: it is bound
+        return int(self._compiled[key].ptr)
+
+    def _compile(self, launch: Launch, device: int) -> Any:
+        """Compile a launch's kernel for the current device; return CuPy's function."""
+        code = text(launch.kernel, launch.defines, launch.wg, self._is_dependent(device))
+        module = cupy.RawModule(code=code, options=OPTIONS, backend="nvrtc")
+        return module.get_function(launch.kernel.name).kernel
 
     def _uncompiled(self, name: str, device: int, error: Exception) -> str:
         """Return the error for a kernel that could not be compiled, with advice."""
@@ -287,97 +427,78 @@ class CupyDriver:
         )
 
     def blas(self) -> Any:
+        """Return the functions of cuBLAS (`cublas.library`).
+
+        Raises:
+            BackendUnavailable: It cannot be loaded.
+        """
         return library()
 
     def collective(self, devices: Sequence[int]) -> Collective | None:
-        """Connect devices for all-reduce sums by NCCL; `None` if NCCL is missing."""
+        """Connect distinct devices for all-reduce sums by NCCL; `None` if NCCL is missing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy warns where there is no NCCL
             from cupy.cuda import nccl
-        return _Nccl(nccl, devices) if nccl.available else None
+        return Collective(nccl, devices) if nccl.available else None
+
+    # -- graphs --------------------------------------------------------------------------------
 
     def capture_begin(self, stream: int) -> None:
         """Capture later calls on the stream into a graph, in relaxed mode: other threads may allocate."""
-        libcuda("cuStreamBeginCapture_v2", HANDLE, NUMBER)(stream, RELAXED)
+        self._function("cuStreamBeginCapture_v2")(stream, RELAXED)
 
     def capture_end(self, stream: int) -> int:
-        graph = HANDLE()
-        libcuda("cuStreamEndCapture", HANDLE, HANDLE)(stream, ctypes.byref(graph))
+        """Return the graph captured since `capture_begin`."""
+        graph = P()
+        self._function("cuStreamEndCapture")(stream, ctypes.byref(graph))
         return graph.value or 0
 
+    graph_free = _bound("cuGraphDestroy")  # (graph)
+
     def exec_new(self, graph: int) -> int:
-        return _made("cuGraphInstantiateWithFlags", (HANDLE, graph), (ctypes.c_uint64, 0))
+        """Make a graph executable."""
+        return int(self._get(P, "cuGraphInstantiateWithFlags", graph, 0))
 
     def exec_update(self, executable: int, graph: int) -> bool:
-        """Update an executable graph; return whether it worked."""
+        """Update an executable graph to another graph of the same topology; return whether it succeeded."""
         outcome = (ctypes.c_uint64 * 3)()  # CUgraphExecUpdateResultInfo: a result and two nodes
-        update = libcuda("cuGraphExecUpdate_v2", HANDLE, HANDLE, HANDLE, check=False)
-        return bool(update(executable, graph, ctypes.byref(outcome)) == 0)
+        return bool(self._function("cuGraphExecUpdate_v2")(executable, graph, outcome) == 0)
+
+    exec_launch = _bound("cuGraphLaunch")  # (executable, stream)
+    exec_free = _bound("cuGraphExecDestroy")  # (executable): a queued run still finishes
 
 
-@cache
-def libcuda(name: str, *kinds: Any, check: bool = True) -> Any:
-    """Return a function of NVIDIA's driver that raises the runtime's errors: their numbers are equal.
-
-    Args:
-        name: The exported symbol.
-        kinds: The types of its arguments.
-        check: Whether it raises; it returns its status if not.
-
-    Raises:
-        CUDARuntimeError: The driver is missing: cudaErrorInsufficientDriver, as from the runtime.
-    """
-    try:
-        found = ctypes.CDLL("libcuda.so.1")[name]
-    except OSError as error:
-        raise rt.CUDARuntimeError(INSUFFICIENT_DRIVER) from error
-    found.argtypes, found.restype = kinds, _checked if check else ctypes.c_int
-    return found
-
-
-def _checked(status: int) -> None:
-    if status:
-        raise rt.CUDARuntimeError(status)
-
-
-def _made(name: str, *args: tuple[Any, int]) -> int:
-    """Return the handle that a function makes of arguments, given with their types."""
-    handle = HANDLE()
-    libcuda(name, HANDLE, *(kind for kind, _ in args))(ctypes.byref(handle), *(value for _, value in args))
-    return handle.value or 0
-
-
-def _is_ready(query: str, handle: int) -> bool:
-    """Return whether a query's status is success; raise errors of earlier work."""
-    status = libcuda(query, HANDLE, check=False)(handle)
+def _is_ready(status: int) -> bool:
+    """Whether a query's status is success; raise errors of earlier work."""
     if status != NOT_READY:
         _checked(status)
-    return bool(status == 0)
+    return status == 0
 
 
 class _Attribute(ctypes.Structure):
     """CUlaunchAttribute: its number, and a union of 64 bytes, here of a flag."""
 
-    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (("id", L), ("value", N), ("rest", ctypes.c_char * 60))
 
 
 class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
-    _fields_ = (("sizes", NUMBER * 7), ("stream", HANDLE), ("attributes", HANDLE), ("n_attributes", NUMBER))
+    _fields_ = (("sizes", U * 7), ("stream", P), ("attributes", P), ("n_attributes", U))
 
 
-def _dependent_call(function: int, sizes: tuple[int, ...], packet: _Packet) -> Call:
+def _dependent_call(run: Callable[..., Any], function: int, sizes: tuple[int, ...], packet: _Packet) -> Call:
     """Return the call that launches a kernel by programmatic dependent launch.
 
     Args:
+        run: cuLaunchKernelEx.
         function: The kernel, which begins with the wait for the one before (`text`).
         sizes: Blocks and threads in three dimensions, and dynamic shared memory of a block [bytes].
         packet: Its arguments.
     """
     attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 1)
-    config = _Config((NUMBER * 7)(*sizes), None, ctypes.addressof(attribute), 1)
-    where, run = ctypes.byref(config), libcuda("cuLaunchKernelEx", HANDLE, HANDLE, HANDLE, HANDLE)
+    config = _Config((U * 7)(*sizes), None, ctypes.addressof(attribute), 1)
+    where = ctypes.byref(config)
 
     def call(stream: int, kept: object = (packet, attribute)) -> None:
         config.stream = stream
@@ -391,8 +512,8 @@ def _key(launch: Launch, device: int) -> Hashable:
     return launch.kernel.name, launch.defines, launch.wg, device
 
 
-class _Nccl:
-    """Communicators of one process, one for each device."""
+class Collective:
+    """A group of devices for all-reduce sums: NCCL's communicators of one process, one for each device."""
 
     def __init__(self, nccl: Any, devices: Sequence[int]) -> None:
         self._nccl = nccl
@@ -407,7 +528,10 @@ class _Nccl:
             raise BackendError(f"NCCL cannot connect devices {list(devices)}: {error}") from None
 
     def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
-        """In an NCCL group, because one thread calls for all devices."""
+        """Queue an in-place all-reduce sum of `n` elements; `places`: each device's address and stream.
+
+        In an NCCL group, because one thread calls for all devices.
+        """
         nccl, kind = self._nccl, self._types[dtype]
         try:
             nccl.groupStart()

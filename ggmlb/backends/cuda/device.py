@@ -25,7 +25,7 @@ from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda import CudaReg
-    from ggmlb.backends.cuda.driver import Driver
+    from ggmlb.backends.cuda.cupy_driver import CupyDriver
 
 WG = 128
 """Threads of a block, unless a kernel fixes it."""
@@ -48,7 +48,7 @@ class CudaDevice(GpuDevice):
 
     _reg: CudaReg
 
-    def __init__(self, reg: CudaReg, driver: Driver, index: int) -> None:
+    def __init__(self, reg: CudaReg, driver: CupyDriver, index: int) -> None:
         super().__init__(reg, f"CUDA{index}")
         self.driver = driver
         self.index = index

@@ -1,39 +1,54 @@
-"""Driver: the interface to CUDA, with the few calls that the backend needs.
-
-`CupyDriver` implements it for cards; tests have an implementation without one. All other modules of this
-package use only this interface.
-
-Streams, events, graphs and addresses are plain integers, as in CUDA, independent of garbage collection
-and exit order. Each is released only by a call here.
-"""
+"""Types, errors and texts around the calls of CUDA, which `CupyDriver` makes. CuPy is not imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Protocol
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.backends.gpu import Defines, Kernel, Launch, source
 from ggmlb.backends.gpu.source import HEAD
-from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BufferType
-from ggmlb.interface.data import Bytes
 from ggmlb.system.process import LibraryGuard
+
+if TYPE_CHECKING:
+    from ggmlb.backends.cuda.cupy_driver import CupyDriver
 
 guard: Final = LibraryGuard("CUDA")
 
 Call = Callable[[int], Any]
 """Queues a piece of work on a stream."""
 
+KINDS: Final[dict[str, Any]] = {
+    "p": ctypes.c_void_p, "i": ctypes.c_int, "u": ctypes.c_uint, "b": ctypes.c_ubyte, "l": ctypes.c_size_t
+}  # fmt: skip
+
+ARGUMENTS: Final = {
+    "cuInit": "u", "cuDriverGetVersion": "p", "cuDeviceGetCount": "p", "cuDeviceGet": "pi",
+    "cuDeviceGetName": "pii", "cuDeviceGetPCIBusId": "pii", "cuDeviceTotalMem_v2": "pi",
+    "cuDeviceGetAttribute": "pii", "cuDeviceCanAccessPeer": "pii", "cuDevicePrimaryCtxRetain": "pi",
+    "cuCtxEnablePeerAccess": "pu", "cuCtxDisablePeerAccess": "p", "cuMemGetInfo_v2": "pp",
+    "cuMemAlloc_v2": "pl", "cuMemFree_v2": "p", "cuMemHostAlloc": "plu", "cuMemFreeHost": "p",
+    "cuMemHostRegister_v2": "plu", "cuMemHostUnregister": "p", "cuPointerGetAttribute": "pip",
+    "cuMemcpyHtoDAsync_v2": "pplp", "cuMemcpyDtoHAsync_v2": "pplp", "cuMemcpyDtoDAsync_v2": "pplp",
+    "cuMemcpy2DAsync_v2": "pp", "cuMemcpyPeerAsync": "pppplp", "cuMemsetD8Async": "pblp",
+    "cuStreamCreate": "pu", "cuStreamDestroy_v2": "p", "cuStreamSynchronize": "p", "cuStreamQuery": "p",
+    "cuStreamWaitEvent": "ppu", "cuEventCreate": "pu", "cuEventDestroy_v2": "p", "cuEventRecord": "pp",
+    "cuEventQuery": "p", "cuEventSynchronize": "p", "cuEventElapsedTime": "ppp",
+    "cuStreamBeginCapture_v2": "pi", "cuStreamEndCapture": "pp", "cuGraphDestroy": "p",
+    "cuGraphInstantiateWithFlags": "ppl", "cuGraphExecUpdate_v2": "ppp", "cuGraphLaunch": "pp",
+    "cuGraphExecDestroy": "p", "cuFuncGetAttribute": "pip", "cuFuncSetAttribute": "pii",
+    "cuLaunchKernelEx": "pppp", "cuOccupancyMaxActiveBlocksPerMultiprocessor": "ppil",
+}  # fmt: skip
+"""The functions of libcuda that are called by ctypes, with the kinds of their arguments (`KINDS`)."""
+
 
 class CopyKind(IntEnum):
-    """Direction of a copy (cudaMemcpyKind)."""
+    """Direction of a copy."""
 
     TO_DEVICE = 1
     TO_HOST = 2
@@ -63,187 +78,6 @@ class Facts:
     is_integrated: bool
 
 
-class Collective(Protocol):
-    """A group of devices for all-reduce sums."""
-
-    def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
-        """Queue an in-place all-reduce sum of `n` elements; `places`: each device's address and stream."""
-
-    def free(self) -> None:
-        """Release the group."""
-
-
-class Driver(Protocol):
-    """Interface to CUDA, implemented over CuPy and, for tests without a card, in memory.
-
-    Calls must be made inside `on(device)`, except those on devices and on host memory: else libcuda would
-    refuse them, and the runtime would create a context on device 0. Failures raise one of `errors`.
-    """
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The exception types that the driver's functions raise."""
-
-    # -- devices -------------------------------------------------------------------------------
-
-    def device_count(self) -> int:
-        """Return the number of devices visible by `CUDA_VISIBLE_DEVICES`."""
-
-    def facts(self, device: int) -> Facts:
-        """Return the properties of a device."""
-
-    def on(self, device: int) -> AbstractContextManager[None]:
-        """Context manager that makes `device` this thread's current one; others get no CUDA context."""
-
-    def memory_info(self, device: int) -> tuple[int, int]:
-        """Return free and total memory [bytes]."""
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether an exception, one of `errors`, reports a lack of memory."""
-
-    # -- memory --------------------------------------------------------------------------------
-
-    def malloc(self, nbytes: int) -> int:
-        """Return the address of new memory on the current device."""
-
-    def free(self, address: int) -> None:
-        """Free memory of `malloc`; queued work must not use it."""
-
-    def trim(self) -> None:
-        """Free the memory that CuPy's pools cache on the current device."""
-
-    def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
-        """View device memory as a flat uint8 CuPy array; the array keeps the object `owner` alive."""
-
-    def view(
-        self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
-    ) -> Any:
-        """View `base`, an array from `array`, from byte `offset` on with another shape, type and strides."""
-
-    def device_of(self, address: int) -> int:
-        """Return the device that an address is on."""
-
-    def pinned(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory for all devices, freed with the last view of it."""
-
-    def is_pinned(self, array: Bytes) -> bool:
-        """Whether an array's memory is page-locked; copies of pageable memory may block."""
-
-    def register(self, array: Bytes) -> None:
-        """Page-lock an array's memory in place."""
-
-    def unregister(self, array: Bytes) -> None:
-        """Undo `register`: unlock the array's memory."""
-
-    # -- streams and events --------------------------------------------------------------------
-
-    def stream_new(self) -> int:
-        """Return a new stream of the current device, which does not wait for the default stream."""
-
-    def stream_free(self, stream: int) -> None:
-        """Release a stream."""
-
-    def stream_synchronize(self, stream: int) -> None:
-        """Block until the stream's work is done."""
-
-    def stream_done(self, stream: int) -> bool:
-        """Whether the stream's queued work is done; the stream must not be capturing."""
-
-    def stream_wait(self, stream: int, event: int) -> None:
-        """Queue a wait: the stream's later work starts after an event of any device."""
-
-    def event_new(self, timed: bool = False) -> int:
-        """Return a new event of the current device."""
-
-    def event_free(self, event: int) -> None:
-        """Release an event."""
-
-    def event_record(self, event: int, stream: int) -> None:
-        """Record the event after the work queued so far on a stream (cudaEventRecord)."""
-
-    def event_done(self, event: int) -> bool:
-        """Whether the work before the recorded event is done (cudaEventQuery)."""
-
-    def event_synchronize(self, event: int) -> None:
-        """Block until the work before the recorded event is done."""
-
-    def event_elapsed(self, start: int, end: int) -> float:
-        """Return the time between two recorded events that are reached, both created as `timed` [s]."""
-
-    # -- copies --------------------------------------------------------------------------------
-
-    def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
-        """Queue a copy of `nbytes` bytes from `src` to `dst`."""
-
-    def copy_2d(
-        self,
-        dst: int,
-        dst_pitch: int,
-        src: int,
-        src_pitch: int,
-        width: int,
-        n: int,
-        kind: CopyKind,
-        stream: int,
-    ) -> None:
-        """Queue a copy of `n` pieces of `width` bytes, `src_pitch` apart, to places `dst_pitch` apart."""
-
-    def copy_peer(
-        self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
-    ) -> None:
-        """Queue a copy between devices: directly if they are peers, else through the host."""
-
-    def enable_peer(self, device: int, peer: int) -> bool:
-        """Let a device access a peer's memory; return whether CUDA supports it."""
-
-    def disable_peer(self, device: int, peer: int) -> None:
-        """Undo `enable_peer`: the device can no longer access the peer's memory."""
-
-    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        """Queue setting every byte to a value."""
-
-    # -- work ----------------------------------------------------------------------------------
-
-    def prepare(self, launches: Sequence[Launch], device: int) -> None:
-        """Compile the launches' kernels ahead of `bind`, with a progress display."""
-
-    def bind(self, launch: Launch, block: bytes, device: int) -> Call:
-        """Compile a launch's kernel; return the call that runs it with `block`, its packed arguments."""
-
-    def blas(self) -> Any:
-        """Return the functions of cuBLAS (`cublas.library`).
-
-        Raises:
-            BackendUnavailable: It cannot be loaded.
-        """
-
-    def collective(self, devices: Sequence[int]) -> Collective | None:
-        """Connect distinct devices for all-reduce sums; `None` if NCCL is missing."""
-
-    # -- graphs --------------------------------------------------------------------------------
-
-    def capture_begin(self, stream: int) -> None:
-        """Capture later calls on the stream into a graph instead of running them."""
-
-    def capture_end(self, stream: int) -> int:
-        """Return the graph captured since `capture_begin`."""
-
-    def graph_free(self, graph: int) -> None:
-        """Release a graph."""
-
-    def exec_new(self, graph: int) -> int:
-        """Make a graph executable."""
-
-    def exec_update(self, executable: int, graph: int) -> bool:
-        """Update an executable graph to another graph of the same topology; return whether it succeeded."""
-
-    def exec_launch(self, executable: int, stream: int) -> None:
-        """Queue an executable graph."""
-
-    def exec_free(self, executable: int) -> None:
-        """Release an executable graph; a queued run still finishes."""
-
-
 class cuda_errors:
     """Context manager that turns CUDA's errors in `call` into BackendError or, given `buft`, AllocationError.
 
@@ -259,7 +93,7 @@ class cuda_errors:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CupyDriver,
         call: str,
         buft: BufferType | None = None,
         nbytes: int = 0,
@@ -280,10 +114,12 @@ class cuda_errors:
         raise BackendError(f"{self._call}{on}: {error}") from None
 
 
-def address_of(array: npt.NDArray[Any]) -> int:
+def address_of(array: Any) -> int:
     """Return the address of a NumPy array's memory."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # a quarter of the time
+    except (BufferError, TypeError, ValueError):  # read-only, with gaps, empty, or of a type without buffers
+        return int(array.__array_interface__["data"][0])
 
 
 def grid(launch: Launch, resident: Callable[[], int]) -> tuple[int, int, int]:

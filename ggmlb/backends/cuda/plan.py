@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.buffer import CudaBuffer
-    from ggmlb.backends.cuda.driver import Call, Driver
+    from ggmlb.backends.cuda.cupy_driver import CupyDriver
+    from ggmlb.backends.cuda.driver import Call
     from ggmlb.backends.cuda.stream import Stream
     from ggmlb.backends.gpu.kinds import BoundItems
     from ggmlb.core.graph import Graph
@@ -154,7 +155,7 @@ class CudaPlan(GpuPlan[Step]):
 class IdleGraphs:
     """Cache of executable CUDA graphs of released plans, by the keys of their steps; evicts the oldest."""
 
-    def __init__(self, driver: Driver, device: int) -> None:
+    def __init__(self, driver: CupyDriver, device: int) -> None:
         self._driver = driver
         self._device = device
         self._idle: OrderedDict[int, Hashable] = OrderedDict()
@@ -198,7 +199,7 @@ class Segment:
         why_not: Why capture failed; else `None`.
     """
 
-    def __init__(self, driver: Driver, idle: IdleGraphs, steps: Sequence[Step]) -> None:
+    def __init__(self, driver: CupyDriver, idle: IdleGraphs, steps: Sequence[Step]) -> None:
         self._driver = driver
         self._idle = idle
         self._refusals: tuple[type[Exception], ...] = (*driver.errors, BackendError)

@@ -22,7 +22,7 @@ from ggmlb.parallel.row_split import split_buffer_type
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda import CudaReg
-    from ggmlb.backends.cuda.driver import Collective
+    from ggmlb.backends.cuda.cupy_driver import Collective
     from ggmlb.interface import Device
 
 

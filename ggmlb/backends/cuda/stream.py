@@ -19,8 +19,8 @@ from ggmlb.interface import Command, Event
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.buffer import CudaBuffer
     from ggmlb.backends.cuda.cublas import CuBlas
+    from ggmlb.backends.cuda.cupy_driver import CupyDriver
     from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.plan import IdleGraphs
 
 Release: TypeAlias = Callable[[], object]
@@ -47,7 +47,7 @@ class Stream:
             the device.
     """
 
-    def __init__(self, driver: Driver, device: int) -> None:
+    def __init__(self, driver: CupyDriver, device: int) -> None:
         self._driver = driver
         self.device = device
         self.lock = threading.RLock()
@@ -137,7 +137,7 @@ class HeldArrays:
     transfers, to drop arrays without a wait.
     """
 
-    def __init__(self, driver: Driver, stream: Stream) -> None:
+    def __init__(self, driver: CupyDriver, stream: Stream) -> None:
         self._driver = driver
         self._stream = stream
         self._arrays: deque[npt.NDArray[Any]] = deque()
@@ -172,7 +172,7 @@ class DeferredRelease:
         blas: A cuBLAS handle, and its workspace.
     """
 
-    def __init__(self, driver: Driver, stream: Stream, idle_graphs: IdleGraphs) -> None:
+    def __init__(self, driver: CupyDriver, stream: Stream, idle_graphs: IdleGraphs) -> None:
         self._driver = driver
         self._stream = stream
         self._idle_graphs = idle_graphs
@@ -200,7 +200,7 @@ class DeviceMemory:
         streams: The device's streams.
     """
 
-    def __init__(self, driver: Driver, device: int) -> None:
+    def __init__(self, driver: CupyDriver, device: int) -> None:
         self._driver = driver
         self._device = device
         self._lock = threading.Lock()
@@ -285,7 +285,7 @@ class Clock:
     be the current one.
     """
 
-    def __init__(self, driver: Driver, stream: Stream, commands: list[Command]) -> None:
+    def __init__(self, driver: CupyDriver, stream: Stream, commands: list[Command]) -> None:
         self._driver = driver
         self._stream = stream
         self._commands = commands

@@ -1,8 +1,8 @@
-"""For a process with this folder first on its path: CuPy over a played driver."""
+"""For a process with this folder first on its path: played cards."""
 
-from tests.support.played_libcuda import library
+from tests.support.played_libcuda import load
 
-library()  # before CuPy looks for it
+load("libcuda.so.1")  # before CuPy looks for it
 
 from tests.support.played_cupy import install  # noqa: E402
 
