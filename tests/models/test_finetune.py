@@ -15,7 +15,9 @@ from ggmlb.optimize import AdamW, Result
 from tests.models.test_inside import PLACES, on_places
 from tests.support.text_models import HYBRID, KINDS, RECURRENT, has_experts
 
-TRAINABLE = [k for k in KINDS if not (has_experts(k) or k in (*RECURRENT, *HYBRID, "falcon-h1"))]
+TRAINABLE = [
+    k for k in KINDS if not (has_experts(k) or k in (*RECURRENT, *HYBRID, "falcon-h1", "nemotron_h"))
+]
 
 TEXT = [1, *(260 + i * i % 23 for i in range(96))]
 """Squares, which repeat."""

@@ -117,6 +117,8 @@ def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kin
             x = x + found[at + "attn_out"] + found[at + "ffn_out"]
         elif kind.startswith("mamba"):
             x = x + found[at + "ssm_out"]
+        elif kind == "nemotron_h":
+            x = x + sum(found[at + name] for name in (*MIXERS, "ffn_out") if at + name in found)
         else:
             near(found[at + "ffn_inp"], x + sum(found[at + name] for name in MIXERS if at + name in found))
             before = at + (

@@ -112,6 +112,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         **MAMBA2, "embedding_scale": 3.0, "logit_scale": 2.0, "residual_scale": 0.5,
         "rope.scaling.finetuned": False,
     },
+    "nemotron_h": MAMBA2,
     "granitehybrid-experts": {
         **MAMBA2, "expert_count": N_EXPERT, "expert_used_count": N_USED, "attention.scale": 0.25,
         "expert_shared_feed_forward_length": N_SHARED,
@@ -222,6 +223,11 @@ def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
         }  # fmt: skip
     if parts_of(kind)[0] in HYBRID and "full_attention_interval" not in KINDS[kind]:
         sizes["attention.head_count_kv"] = np.array([N_HEAD_KV * (i % 2) for i in range(n_layer)], np.int32)
+    if kind == "nemotron_h":
+        sizes["attention.layer_norm_epsilon"] = Typed(FLOAT32, 1e-5)
+        n_head_kv = [N_HEAD_KV * (i % 3 == 1) for i in range(n_layer)]
+        sizes["attention.head_count_kv"] = np.array(n_head_kv, np.int32)
+        sizes["feed_forward_length"] = np.array([N_FF * (i % 3 == 2) for i in range(n_layer)], np.int32)
     if kind.startswith("gemma4"):
         is_local = [i % N_OWN < N_OWN - 1 for i in range(n_layer)]
         sizes["attention.sliding_window_pattern"] = is_local
@@ -305,7 +311,16 @@ def write_text_model(
             norm(at + "post_norm.weight")
         if arch not in NO_NORMS:
             norm(at + "attn_norm.weight")
-        if arch in ("mamba2", "falcon-h1") or (arch == "granitehybrid" and not i % 2):
+        if arch == "nemotron_h" and i % 3:
+            n_up = n_q if i % 3 == 1 else N_FF
+            if i % 3 == 1:
+                for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv)):
+                    matrix(f"{at}attn_{part}.weight", n, N_EMBD)
+            else:
+                matrix(at + "ffn_up.weight", N_FF, N_EMBD)
+            matrix(at + ("attn_output.weight" if i % 3 == 1 else "ffn_down.weight"), N_EMBD, n_up)
+            continue
+        if arch in ("mamba2", "falcon-h1", "nemotron_h") or (arch == "granitehybrid" and not i % 2):
             n_channels = N_INNER + 2 * N_GROUP * N_MAMBA_STATE
             matrix(at + "ssm_in.weight", N_INNER + n_channels + N_MAMBA_HEAD, N_EMBD)
             vector(at + "ssm_conv1d.weight", n_channels, N_CONV, around=0.3)
@@ -317,7 +332,7 @@ def write_text_model(
             if arch != "falcon-h1":
                 vector(at + "ssm_norm.weight", N_GROUP, N_INNER // N_GROUP, around=1.0)
             matrix(at + "ssm_out.weight", N_EMBD, N_INNER)
-        if arch == "mamba2":
+        if arch in ("mamba2", "nemotron_h"):
             continue
         if arch == "mamba":
             matrix(at + "ssm_in.weight", 2 * N_INNER, N_EMBD)

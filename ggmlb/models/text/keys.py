@@ -17,6 +17,7 @@ MAX_WIDTH = 1 << 20
 
 WITHOUT_EFFECT: Final = frozenset({
     "attention.head_count", "attention.head_count_kv",  # of recurrent models
+    "attention.layer_norm_epsilon",  # of models with RMS norms
     "classifier.activation", "classifier.output_labels", "classifier.pooling_type",  # of scores of texts
     "expert_group_used_count", "feed_forward_length",  # of models that have only experts
     "rope.scaling.finetuned", "tensor_data_layout", "vocab_size",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ggmlb.models.text.graph import LayersGraph
     from ggmlb.models.text.keys import Keys
 
-Activation = Literal["swiglu", "geglu", "swiglu_oai"]
+Activation = Literal["swiglu", "geglu", "swiglu_oai", "relu_sqr"]
 
 MIN_EXPERT_SUM = 2.0**-14
 """Smallest sum of the weights of chosen experts: the smallest normal f16, as in llama.cpp."""
@@ -36,11 +36,11 @@ def activate(ctx: Context, activation: Activation, gate: Tensor, up: Tensor | No
 
 @dataclass(frozen=True)
 class FeedForward(Block):
-    """A gated feed-forward part.
+    """A feed-forward part.
 
     Attributes:
         n_ff: Hidden size.
-        activation: The activation.
+        activation: The activation; it has a gate, except `relu_sqr`, the square of ReLU.
         is_fused: Whether one weight, `ffn_up`, holds gate and up.
         suffix: End of the names of its weights: `_shexp` of an expert that all tokens use.
         is_scaled: Whether the sigmoid of a product with `ffn_gate_inp` scales the output.
@@ -54,12 +54,18 @@ class FeedForward(Block):
     suffix: str = ""
     is_scaled: bool = False
 
+    @property
+    def has_gate(self) -> bool:
+        """Whether the activation is of two products."""
+        return self.activation != "relu_sqr"
+
     def weights(self, n_embd: int) -> Sequence[Weight]:
         """Return the weights of gate, up and down."""
         end = self.suffix
         columns = Slices(0, (1,), self.n_ff, f"ff{end}")
         found = [Weight(f"ffn_gate_inp{end}.weight", (1, n_embd), "product")] if self.is_scaled else []
-        for part, n in (("ffn_up", 2),) if self.is_fused else (("ffn_gate", 1), ("ffn_up", 1)):
+        gates = ("ffn_gate",) if self.has_gate else ()
+        for part, n in (("ffn_up", 2),) if self.is_fused else ((name, 1) for name in (*gates, "ffn_up")):
             name = part + end
             rows, elements = (Slices(axis, (1,) * n, self.n_ff, f"ff{end}") for axis in (1, 0))
             found += [
@@ -75,9 +81,12 @@ class FeedForward(Block):
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """Add the products and the activation to a graph."""
         at, end = f"blk.{layer}.", self.suffix
-        gate = None if self.is_fused else graph.product(f"{at}ffn_gate{end}", x)
+        gate = graph.product(f"{at}ffn_gate{end}", x) if self.has_gate and not self.is_fused else None
         up = graph.product(f"{at}ffn_up{end}", x)
-        y = activate(graph.ctx, self.activation, *((up, None) if gate is None else (gate, up)))
+        if self.has_gate:
+            y = activate(graph.ctx, self.activation, *((up, None) if gate is None else (gate, up)))
+        else:
+            y = graph.ctx.sqr(graph.ctx.relu(up))
         y = graph.product(f"{at}ffn_down{end}", graph.label(f"{at}ffn_act{end}", y))
         if not self.is_scaled:
             return y

@@ -71,6 +71,8 @@ class Layer:
 
     def apply(self, graph: LayersGraph, layer: int, x: Tensor) -> Tensor:
         """Add the nodes of the layer to a graph; return the hidden states after it."""
+        if not any(block.mixes_tokens for block in self.blocks()):
+            x = graph.outputs_of(layer, x)  # as those that mix tokens do
         for i, step in enumerate(self.steps):
             x = step.apply(graph, layer, x)
             if not i and len(self.steps) > 1:
