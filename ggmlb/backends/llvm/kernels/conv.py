@@ -76,16 +76,16 @@ def _read_tail(tail: Tail, image: Value, k: Emitter) -> Finish | None:
 
 
 def _strided(
-    k: Emitter, dtype: str, row: Value, first: Value, step: int, width: Value, n: int
-) -> tuple[Value, Value]:
-    """Read elements `first`, `first + step`, .. of a row; 0 beyond its ends. Also return which are inside."""
+    k: Emitter, dtype: str, row: Value, first: Value, step: int, width: Value, n: int, beyond: float = 0.0
+) -> Value:
+    """Read elements `first`, `first + step`, .. of a row; `beyond` its ends, that value."""
     places = k.table(vec(I32, n * step), range(n * step))
     low, high = ((-end).trunc(I32).splat(n * step) for end in (first, first - width))
     inside = (places >= low) & (places < high)
     found = load_floats(k, dtype, row + first * SIZES[dtype], n * step, inside)
-    if step == 1:
-        return found, inside
-    return found.shuffle(range(0, n * step, step)), inside.shuffle(range(0, n * step, step))
+    if beyond:
+        found = k.select(inside, found, beyond)
+    return found if step == 1 else found.shuffle(range(0, n * step, step))
 
 
 def _plane(p: dict[str, Value], number: Value) -> tuple[Value, Value, Value, Value]:
@@ -161,7 +161,7 @@ def _pack(
             width = k.select(_inside(y, p["h"]), p["w"], 0)
             at, source = to + (i * n_pixels + start) * 4, plane.now + y * p["x_nb1"]
             with k.loop(0, length, n) as v:
-                values = _strided(k, dtype, source, x + v * step, step, width, n)[0]
+                values = _strided(k, dtype, source, x + v * step, step, width, n)
                 left_over = k.i64(n_pixels) - start - v
                 with k.build.if_else((left_over >= n).raw) as (whole, partly):
                     with whole:  # lanes beyond the row are overwritten by the next one
@@ -198,7 +198,7 @@ def im2col(k: Emitter, dtype: str, step: int) -> None:
             source = p["x"] + image * p["x_nb3"] + c * p["x_nb2"] + y * p["x_nb1"]
             at = to + (c * p["kh"] + ky) * p["kw"] * 4
             with k.loop(0, p["kw"], n) as kx:
-                values = _strided(k, dtype, source, left + kx * step, step, width, n)[0]
+                values = _strided(k, dtype, source, left + kx * step, step, width, n)
                 k.store_masked(values, at + kx * 4, k.first_lanes(n, p["kw"] - kx))
 
 
@@ -222,7 +222,7 @@ def overlap_add(k: Emitter, step: int) -> None:
                     with k.loop(r, p["kw"], step) as kx:
                         source = x + (ky * p["kw"] + kx) * p["x_nb1"] + at * p["w"] * 4
                         first = column // step - kx // step
-                        found.set(found.now + _strided(k, "f32", source, first, 1, width, n)[0])
+                        found.set(found.now + _strided(k, "f32", source, first, 1, width, n))
             values = [found.now for found in sums]
             while len(values) > 1:  # interleaved: those of the first half are the even ones
                 half = len(values) // 2
@@ -274,7 +274,7 @@ def conv_2d_dw(
                 with k.when(_inside(row, p["h"]) if users else k.i64(0) > 0):
                     for kx in range(kw):
                         at = column * s0 - p["p0"] + kx * d0
-                        value = _strided(k, dtype, x + row * p["x_nb1"], at, s0, p["w"], lanes)[0]
+                        value = _strided(k, dtype, x + row * p["x_nb1"], at, s0, p["w"], lanes)
                         for r, ky in users:
                             sums[r].set(k.fma(value, weights[ky * kw + kx], sums[r].now))
             mask = k.first_lanes(lanes, p["ow"] - column)
@@ -302,9 +302,8 @@ def pool_2d(k: Emitter, dtype: str, lanes: int, step: int, is_max: bool) -> None
             with k.loop(0, p["kh"]) as ky, k.loop(0, p["kw"]) as kx:
                 at, first = row * p["s1"] - p["p1"] + ky, column * step - p["p0"] + kx
                 width = k.select(_inside(at, p["h"]), p["w"], 0)
-                value, inside = _strided(k, dtype, x + at * p["x_nb1"], first, step, width, lanes)
-                if is_max:
-                    value = k.select(inside, value, LOWEST)
+                beyond = LOWEST if is_max else 0.0
+                value = _strided(k, dtype, x + at * p["x_nb1"], first, step, width, lanes, beyond)
                 found.set(join(value, found.now))
             result = found.now if is_max else found.now / divisor
             k.store_masked(result, y + column * 4, k.first_lanes(lanes, p["ow"] - column))
