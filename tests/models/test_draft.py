@@ -13,6 +13,7 @@ import pytest
 from ggmlb import ArgumentError
 from ggmlb.cli import main
 from ggmlb.models import Options, PromptLookup, TextModel, default_text_model
+from ggmlb.models.text.decoder import Token
 from tests.support import text_models
 from tests.support.text_models import write_text_model
 
@@ -205,3 +206,17 @@ def test_the_command_line_takes_a_draft(files: tuple[Path, Path], capfd: pytest.
         told.append(json.loads(capfd.readouterr().out))
     assert told[0]["tokens"] == told[1]["tokens"]
     assert told[1]["timings"]["draft_n"] == told[1]["timings"]["draft_n_accepted"] > 0
+
+
+def test_few_tokens_round_as_single_ones_on_llvm() -> None:
+    """So that greedy text with short drafts is that without them."""
+    with TextModel(default_text_model(), ["LLVM", "CPU"], n_ctx=256) as model:
+        decoder, tokens = model._engine.decoder, model.tokens_of("The quick brown fox jumps over the lazy")
+
+        def logits(sequence: int, size: int) -> Any:
+            batch = [Token(token, sequence, i, True) for i, token in enumerate(tokens[:8])]
+            return np.concatenate([decoder.decode(batch[i : i + size]) for i in range(0, 8, size)])
+
+        alone = logits(1, 1)
+        assert np.array_equal(logits(2, 2), alone) and np.array_equal(logits(3, 4), alone)
+        assert np.abs(logits(4, 8) - alone).max() < 1e-3
