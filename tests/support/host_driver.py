@@ -451,9 +451,9 @@ class HostCards:
 
     # -- work ----------------------------------------------------------------------------------
 
-    def compiled(self, launch: Launch) -> int:
+    def compiled(self, launch: Launch, dependent: bool) -> int:
         """Compile a launch's kernel; return its handle."""
-        built = build(launch.kernel, launch.defines, launch.wg, Compiler(self._capability))
+        built = build(launch.kernel, launch.defines, launch.wg, Compiler(self._capability), dependent)
         handle = next(self._ids)
         self._kernels[handle] = launch, built
         return handle
@@ -600,7 +600,7 @@ class HostDriver(CupyDriver):
         return Owned(shape, dtype, base, offset, strides)
 
     def _compile(self, launch: Launch, device: int) -> Any:
-        return SimpleNamespace(ptr=self.cards.compiled(launch))
+        return SimpleNamespace(ptr=self.cards.compiled(launch, self._is_dependent(device)))
 
     def blas(self) -> Any:
         if "blas" in self.cards.fail:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
+import numpy as np
 import pytest
 
+from ggmlb import Context, DType, Graph, alloc_ctx_tensors
+from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.driver import text
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.gpu.source import Kernel, kernels
 from tests.support import ptx
-from tests.support.processes import ROOT, python
+from tests.support.gpus import host_driver
 from tests.support.ptx import PtxError
 from tests.support.ptx.machine import why_not
 from tests.support.ptx.programs import PROGRAMS
@@ -40,44 +42,32 @@ def test_every_kernel_waits_first(kernel: Kernel) -> None:
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("program", RUN)
 def test_results_are_the_same(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ptx, "text", partial(text, dependent=True))
+    monkeypatch.setattr(ptx, "text", lambda *key: text(*key[:3], dependent=True))
     assert PROGRAMS[program]()
 
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("program", RUN)
 def test_an_access_before_the_wait_is_told(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ptx, "text", lambda *key: text(*key, dependent=True).replace(WAIT, ""))
+    monkeypatch.setattr(ptx, "text", lambda *key: text(*key[:3], dependent=True).replace(WAIT, ""))
     with pytest.raises(PtxError, match="before it has waited for the kernel before"):
         PROGRAMS[program]()
 
 
-PLAYED = """
-import numpy as np
-from ggmlb.backends.cuda import backend_reg
-from ggmlb import Context, DType, Graph, alloc_ctx_tensors
-from tests.support import played_cupy
-ctx = Context()
-w, x = ctx.new_tensor(DType.Q8_0, (64, 96)), ctx.new_tensor(DType.F32, (64, 2))
-y = ctx.rms_norm(ctx.mul_mat(w, x), 1e-5)
-stream = backend_reg().devices[0].init_backend()
-graph = Graph().build_forward_expand(y)
-with alloc_ctx_tensors(ctx, stream):
-    for t in (w, x):
-        t.set_array(np.ones(t.shape, np.float32))
-    for _ in range(3):
-        stream.graph_compute(graph)
-        assert np.allclose(y.to_numpy(), 1, atol=1e-2)
-cards = played_cupy.HOST.cards
-print(sorted({*cards.dependent}), cards.counts["replay"])
-"""
-
-
 @pytest.mark.parametrize("wanted", ["0", "1"])
-def test_launches_have_the_attribute_where_it_is_wanted(wanted: str) -> None:
+def test_launches_have_the_attribute_where_it_is_wanted(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the driver of the tests, which checks it; captured, and replayed."""
-    path = f"{ROOT / 'tests/support/played'}:{ROOT}"
-    done = python("-c", PLAYED, PYTHONPATH=path, GGMLB_CUDA_PDL=wanted)
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = "['mul_mat_q8', 'quantize_q8', 'rms_norm']" if wanted == "1" else "[]"
-    assert done.stdout.splitlines()[-1] == f"{names} 2", done.stdout
+    monkeypatch.setenv("GGMLB_CUDA_PDL", wanted)
+    driver, ctx = host_driver(), Context()
+    w, x = ctx.new_tensor(DType.Q8_0, (64, 96)), ctx.new_tensor(DType.F32, (64, 2))
+    y = ctx.rms_norm(ctx.mul_mat(w, x), 1e-5)
+    graph = Graph().build_forward_expand(y)
+    with CudaReg(driver).devices[0].init_backend() as stream, alloc_ctx_tensors(ctx, stream):
+        for t in (w, x):
+            t.set_array(np.ones(t.shape, np.float32))
+        for _ in range(3):
+            stream.graph_compute(graph)
+            assert np.allclose(y.to_numpy(), 1, atol=1e-2)
+    names = {"mul_mat_q8", "quantize_q8", "rms_norm"} if wanted == "1" else set()
+    assert {*driver.cards.dependent} == names
+    assert driver.cards.counts["replay"] == 2

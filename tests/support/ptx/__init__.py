@@ -78,13 +78,16 @@ class Built:
     Args:
         kernel: What it is; with `defines` and `wg`, as in a `Launch`.
         compiler: Of its text.
+        dependent: Whether it begins with the wait for the kernel before.
 
     Attributes:
         shared: Shared memory of a block that its text declares [bytes].
     """
 
-    def __init__(self, kernel: Kernel, defines: Defines, wg: int, compiler: Compiler) -> None:
-        self._code, self._wg, self._compiler = text(kernel, defines, wg), wg, compiler
+    def __init__(
+        self, kernel: Kernel, defines: Defines, wg: int, compiler: Compiler, dependent: bool
+    ) -> None:
+        self._code, self._wg, self._compiler = text(kernel, defines, wg, dependent), wg, compiler
         self._name = f"{kernel.name} {dict(defines)}, WG {wg}"
         self._program = Program(compiler.ptx(self._code))
         self.shared = self._program.shared_nbytes
@@ -130,9 +133,11 @@ class Built:
 
 
 @cache
-def build(kernel: Kernel, defines: Defines, wg: int, compiler: Compiler = NVRTC) -> Built:
+def build(
+    kernel: Kernel, defines: Defines, wg: int, compiler: Compiler = NVRTC, dependent: bool = False
+) -> Built:
     """Return a kernel, compiled once."""
-    return Built(kernel, defines, wg, compiler)
+    return Built(kernel, defines, wg, compiler, dependent)
 
 
 class Memory:
