@@ -692,11 +692,12 @@ OTHERS = {
     "mad.lo.cc.u32", "madc.hi.u32", "fence",
     "cp.async.cg.shared.global", "cp.async.commit_group", "cp.async.wait_group",
     "atom.global.cas.b32", "ld.param", "bra", "ret", "exit", "bar.sync", "bar.warp.sync",
+    "griddepcontrol.launch_dependents", "griddepcontrol.wait",
     *(f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")),
     "vote.sync.any.pred", *(f"ldmatrix.sync.aligned.m8n8.x4{way}.shared.b16" for way in ("", ".trans")),
     *(f"mma.sync.aligned.{shape}" for shape in MATRICES),
 }  # fmt: skip
-"""Instructions of the tests after `test_lane_by_lane`, of `test_cuda_races` and of every golden program."""
+"""Instructions of tests after `test_lane_by_lane`, of two other files, and of golden programs."""
 
 
 def test_every_instruction_of_the_machine_has_a_test() -> None:
