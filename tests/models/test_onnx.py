@@ -314,6 +314,10 @@ def torch_modules() -> dict[str, tuple[Any, Any]]:
                           nn.Flatten()),
             image,
         ),
+        "one pixel": (
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, 3, padding=1)),
+            image,
+        ),
         "a transposed convolution": (nn.ConvTranspose2d(3, 5, 3, 2, 1, 1), image),
         "attention": (Attention(), torch.randn(2, 6, 32)),
         "an LSTM": (nn.LSTM(8, 16, bidirectional=True), torch.randn(4, 2, 8)),

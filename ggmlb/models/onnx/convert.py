@@ -764,7 +764,7 @@ def _conv(b: Lowering, x: Shaped, w: Operand, place: Any, out: list[int]) -> Sha
     """One op; of a kernel of one pixel, a product whose rows are pixels."""
     count, (oc, ic, kh, kw) = x.shape[0], w.shape
     shape = (count, oc, *out)
-    if kh == kw == math.prod(x.shape[2:]) == math.prod(out) == 1:
+    if kh == kw == math.prod(x.shape[2:]) == 1 and place[2:4] == (0, 0):
         rows = np.reshape(w, (oc, ic)) if isinstance(w, np.ndarray) else b.reshape(w, (oc, ic))
         return b.reshape(b.matmul(b.reshape(x, (count, ic)), b.rows(rows)), shape)
     if (kh, kw) != (1, 1) or place[:4] != (1, 1, 0, 0) or count > 1:
