@@ -26,7 +26,7 @@ def devices(
     address: AddressOption = None,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Also what each backend tells of itself."),
+        typer.Option("--verbose", "-v", help="Also print the features of each backend."),
     ] = False,
 ) -> None:
     """List the devices: name, type, memory, capabilities, or why a backend is unavailable.
@@ -68,7 +68,7 @@ def _print_table(found: Sequence[Found], missing: Sequence[Unavailable]) -> None
 
 
 def _print_features() -> None:
-    """Print what each backend that has a device tells of itself (`get_features`)."""
+    """Print the features of each backend that has a device (`get_features`)."""
     import ggmlb
 
     for reg in dict.fromkeys(device.reg for device in ggmlb.devices()):
