@@ -96,6 +96,18 @@ def test_a_session_continues_after_rejected_tokens(files: tuple[Path, Path]) -> 
         assert talk(model) == alone
 
 
+def test_a_session_lacks_drafted_tokens_that_were_not_sampled(files: tuple[Path, Path]) -> None:
+    def fails(tokens: Sequence[int], logits: Any) -> Any:
+        if len(tokens) == len(PROMPTS[0]) + 3:
+            raise KeyError("of the processor")
+        return logits
+
+    with TextModel(files[0], ["CPU"], n_ctx=256, draft=files[0]) as model, model.session() as session:
+        with pytest.raises(KeyError, match="of the processor"):
+            session.generate(PROMPTS[0], temperature=0, ignore_eos=True, logits_processor=fails)
+        assert model._engine.memory.length(session._sequence) == len(session.tokens) == len(PROMPTS[0]) + 1
+
+
 def test_text_ends_as_without_a_draft(files: tuple[Path, Path]) -> None:
     """At the end of the context, at a stop text, at an end token, with a processor, and in a form."""
     pytest.importorskip("llguidance")

@@ -108,7 +108,7 @@ class Request:
         ends: As given.
         n_draft: Length of its next draft: longer after drafts that were right.
         error: The error that ended the generation; `None` if there is none.
-        n_best: As `Sampler.n_best`.
+        n_best, guesser: As those of `Sampler`.
     """
 
     def __init__(
@@ -187,14 +187,14 @@ class Request:
         if not self.is_done and len(result.tokens) >= options.max_tokens:
             self.end(self._full_by)
 
-    def verify(self, draft: Sequence[int], rows: Array) -> bool:
-        """Accept tokens while they are those of a draft; return whether all of it was right.
+    def verify(self, draft: Sequence[int], rows: Array) -> None:
+        """Accept tokens while they are those of a draft; set `n_done` to the cached ones that are right.
 
         Args:
             draft: Tokens that were computed after the newest one.
             rows: Logits, or candidates, of the newest token and of the draft.
         """
-        first = len(self.tokens)
+        first = self.n_done = len(self.tokens)  # also where sampling fails
         for row, guess in zip(rows, (*draft, -1), strict=True):
             self.accept(row)
             if self.is_done or self.tokens[-1] != guess:
@@ -204,7 +204,6 @@ class Request:
         self.n_draft = 2 * n + 1 if n == len(draft) else max(n, len(draft) // 2, 1)
         self.result.n_drafted += len(draft)
         self.result.n_accepted += n
-        return n == len(draft)
 
     def take(self) -> str:
         """Return the text since the last call, without an end that may be the beginning of a stop text."""
@@ -422,14 +421,17 @@ class Engine:
         for (request, draft), rows in zip(asking, parts, strict=True):
             if request.is_done:
                 continue
+            n_cached = request.n_done
             try:
-                if draft and not request.verify(draft, rows):
-                    with self.lock:
-                        self.memory.remove(request.sequence, request.n_done)
-                elif not draft:
+                if draft:
+                    request.verify(draft, rows)
+                else:
                     request.accept(rows[0])
             except Exception as error:  # of sampling: other requests of the batch go on
                 request.fail(error)
+            if request.n_done < n_cached:
+                with self.lock:
+                    self.memory.remove(request.sequence, request.n_done)
 
     def _retry(
         self,
