@@ -108,6 +108,13 @@ def test_a_session_lacks_drafted_tokens_that_were_not_sampled(files: tuple[Path,
         assert model._engine.memory.length(session._sequence) == len(session.tokens) == len(PROMPTS[0]) + 1
 
 
+def test_jobs_need_no_room_for_drafts_beyond_their_end(files: tuple[Path, Path]) -> None:
+    with TextModel(files[0], ["CPU"], n_ctx=64, draft=files[0], n_draft=40) as model, model.queue() as queue:
+        jobs = [queue.submit(prompt, max_tokens=8, ignore_eos=True) for prompt in PROMPTS[:2]]
+        assert [len(job.wait(600).tokens) for job in jobs] == [8, 8]
+        assert queue.n_prompt == 2 * len(PROMPTS[0])
+
+
 def test_text_ends_as_without_a_draft(files: tuple[Path, Path]) -> None:
     """At the end of the context, at a stop text, at an end token, with a processor, and in a form."""
     pytest.importorskip("llguidance")

@@ -303,8 +303,8 @@ class JobQueue:
     def _pause(self) -> None:
         """Preempt the newest jobs while the running ones do not fit the KV cache: they start again later."""
         while True:
-            n_draft = self._engine.n_draft
-            needs = {job.request.sequence: len(job.request.tokens) + n_draft for job in self._active}
+            n, running = self._engine.n_draft, [job.request for job in self._active]
+            needs = {r.sequence: len(r.tokens) + min(n, _n_ahead(r)) for r in running}
             if self._make_room(needs) or len(self._active) <= 1:
                 return
             with self._changed:
