@@ -146,13 +146,12 @@ def test_text_ends_as_without_a_draft(files: tuple[Path, Path]) -> None:
 
 def test_an_open_model_drafts_as_far_as_its_context_goes(files: tuple[Path, Path]) -> None:
     options = Options(max_tokens=60, temperature=0, ignore_eos=True)
-    with (
-        TextModel(files[0], ["CPU"], n_ctx=32) as draft,
-        TextModel(files[0], ["CPU"], n_ctx=256, draft=draft) as model,
-    ):
-        assert model.draft is draft
-        result = model.generate(PROMPTS[0], options)
-        assert 0 < result.n_drafted < 32
+    with TextModel(files[0], ["CPU"], n_ctx=32) as draft:
+        with TextModel(files[0], ["CPU"], n_ctx=256, draft=draft) as model:
+            assert model.draft is draft
+            result = model.generate(PROMPTS[0], options)
+            assert 0 < result.n_drafted < 32
+        assert draft._engine.memory.fits({999: 32})
     with (
         TextModel(files[0], ["CPU"], n_ctx=32) as draft,
         draft.session() as session,  # another user of its context

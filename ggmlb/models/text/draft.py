@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.arguments import alias, checked_methods
-from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.core.errors import AllocationError, ArgumentError, FreedError
 from ggmlb.models.text.decoder import N_BATCH, Token
 from ggmlb.models.text.generation import Engine, Request, n_equal
 
@@ -98,9 +99,8 @@ class ModelDrafts:
     def __init__(self, engine: Engine, n_vocab: int, n_known: int) -> None:
         self._engine = engine
         self._n_vocab, self._n_known = n_vocab, n_known
-        self._kept: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # by the model's sequence; least recently used first
+        # By the model's sequence, least recently used first: the smaller model's, and its tokens.
+        self._kept: dict[int, tuple[int, list[int]]] = {}
 
     def __call__(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Return for each request a draft of at most that many tokens; empty where there is no room."""
@@ -109,6 +109,12 @@ class ModelDrafts:
                 return self._draft(requests, counts)
             except AllocationError:  # other users of the smaller model leave no room
                 return [[] for _ in requests]
+
+    def free(self) -> None:
+        """Remove the sequences of all drafts from the smaller model's KV cache."""
+        with self._engine.lock, suppress(FreedError):  # the smaller model may be closed already
+            while self._kept:
+                self._engine.memory.remove(self._kept.popitem()[1][0])
 
     def _draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         decode, drafts = self._engine.decoder.decode, [list[int]() for _ in requests]

@@ -168,14 +168,14 @@ class TextModel(ModelOnDevices):
             for adapter, scale in adapters:
                 self._loaded.load_adapter(AdapterFile(Path(adapter)), scale)
             self._engine = Engine(
-                self._loaded.decoder, self._loaded.memory, self._not_finite, self._drafts(), n_draft
+                self._loaded.decoder, self._loaded.memory, self._not_finite, self._drafts(resources), n_draft
             )
             self._lock = self._engine.lock
             self._resources = resources.pop_all()
         self.experts = self._loaded.experts
         self.load_seconds = perf_counter() - start
 
-    def _drafts(self) -> Drafts | ModelDrafts | None:
+    def _drafts(self, resources: ExitStack) -> Drafts | ModelDrafts | None:
         """Return what drafts tokens of requests, after checks; `None` if nothing does."""
         draft, n_vocab = self.draft, self.config.n_vocab
         if draft is None:
@@ -185,7 +185,9 @@ class TextModel(ModelOnDevices):
             return Drafts(draft, n_vocab)
         check_rewinds(draft.config)
         check_vocabularies(self.vocabulary, draft.vocabulary)
-        return ModelDrafts(draft._engine, n_vocab, draft.config.n_vocab)
+        found = ModelDrafts(draft._engine, n_vocab, draft.config.n_vocab)
+        resources.callback(found.free)
+        return found
 
     # -- facts ---------------------------------------------------------------------------------
 
