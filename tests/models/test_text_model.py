@@ -363,6 +363,7 @@ def test_the_oldest_mark_makes_room(models: Callable[..., Path]) -> None:
         for session in sessions:
             session.generate((PROMPT * 3)[:40], options)
         assert [slots.reachable(s._sequence, 39) for s in sessions] == [0, 0, 32, 32, 32, 32]
+        assert model._loaded.memory.copy(sessions[0]._sequence, 999, 39) == 0
         sessions[3].close()
         assert [slots.reachable(s._sequence, 39) for s in sessions] == [0, 0, 32, 0, 32, 32]
         model.logits(PROMPT)

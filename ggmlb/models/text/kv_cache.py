@@ -86,7 +86,7 @@ class MemoryPart(ABC):
 
     @abstractmethod
     def save(self, sequence: int, n: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """Return a sequence's part of each tensor by name, as bytes; of keys, only the first `n` tokens'."""
+        """Return a sequence's part of each tensor by name, as bytes; `n`: of its first tokens only."""
 
     def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Raise a ModelError if a saved state does not fit this model or this type of cache.

@@ -128,7 +128,7 @@ class SequenceMemory:
         """
         n = self.reachable(source, n)
         state: dict[str, npt.NDArray[Any]] = {"positions": np.arange(n, dtype=np.int32)}
-        for part in self.parts:
+        for part in self.parts if n else ():
             state |= part.save(source, n)
         try:
             self.load(target, state)

@@ -14,9 +14,8 @@ from ggmlb.models.text.kv_cache import MemoryPart
 N_SLOTS, LEAST_SLOTS, SLOTS_NBYTES = 16, 4, 1 << 29
 """Most sequences whose states fit at once, the fewest, and the bytes that more than these may take."""
 
-
 MIN_MARKED, LEAST_MARKS = 16, 2
-"""Fewest tokens of a marked state; fewest marks, of a quarter as many as slots."""
+"""Fewest tokens of a marked state; fewest slots for marks, of which there are else a quarter of `n_slots`."""
 
 
 def n_slots(states: Sequence[Mapping[str, int]]) -> int:
