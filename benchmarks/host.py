@@ -187,10 +187,10 @@ def measure(model: TextModel, driver: CountingDriver, profile: str | None) -> tu
     def prompt(sequence: int) -> list[float]:
         tokens = [Token(300 + i % 1000, sequence, i, i == N_PROMPT - 1) for i in range(N_PROMPT)]
         parts = [tokens[i : i + N_BATCH] for i in range(0, N_PROMPT, N_BATCH)]
-        return [thread_ms(lambda part=part: decoder.decode(part, is_view=True)) for part in parts]
+        return [thread_ms(lambda part=part: decoder.likeliest(part, 0)) for part in parts]
 
     def one(sequence: int, position: int) -> None:
-        decoder.decode([Token(300 + position % 1000, sequence, position, True)], is_view=True)
+        decoder.likeliest([Token(300 + position % 1000, sequence, position, True)], 0)
 
     chunks = Table("chunks of 512", "mean [ms]", "least [ms]", "most [ms]", "launches and captures", "waits")
     for name in ("first", "again", "again, captured", "again, replayed"):

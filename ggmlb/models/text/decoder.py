@@ -63,7 +63,6 @@ Floats = npt.NDArray[np.float32]
 Traced = Mapping[str, list[Array]]
 """Lists to which values of nodes are appended, by name."""
 
-
 N_TAIL = 8
 """Tokens of a prompt after its states are marked."""
 
@@ -180,13 +179,12 @@ class Decoder:
         c = self._config
         self._runs.reserve(self._largest(), 4 * N_OUT * max(c.n_vocab, c.n_embd))
 
-    def decode(self, batch: Sequence[Token], is_view: bool = False) -> Floats:
-        """Compute a batch, cache it, return logits; with `is_view`, the next batch may overwrite them.
+    def decode(self, batch: Sequence[Token]) -> Floats:
+        """Compute a batch, cache it, and return logits.
 
         Args:
             batch: At most `N_BATCH` tokens, at most `N_OUT` of them with logits; those of a sequence in
                 order, each after the last.
-            is_view: Whether the result may be a view that the next batch overwrites.
 
         Returns:
             Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
@@ -194,10 +192,10 @@ class Decoder:
         Raises:
             AllocationError: The cache is full, or a device lacks room.
         """
-        return self.likeliest(batch, 0) if is_view else self._compute(batch, "logits", {})
+        return self._compute(batch, "logits", {})
 
     def likeliest(self, batch: Sequence[Token], k: int) -> Array:
-        """As `decode` with `is_view`, but logits of fewer tokens where a device finds the most likely.
+        """As `decode`, but the next batch overwrites the result, which may have the most likely tokens only.
 
         Args:
             batch: As for `decode`.
@@ -209,7 +207,7 @@ class Decoder:
         """
         if len(batch) == 1 and batch[0].wants_logits:
             return self._next(batch[0], k)
-        return self._compute(batch, "logits", {}, True, k)
+        return self._compute(batch, "logits", {}, k)
 
     def _read(self, graph: TextGraph, output: str, wanted: slice | Array, k: int = 0) -> Array:
         """Wait; return rows `wanted` of an output of the last graph; of logits, if `k`, as `likeliest`."""
@@ -355,13 +353,12 @@ class Decoder:
             )
         return slots.slot_of(sequence)
 
-    def _compute(
-        self, batch: Sequence[Token], output: str, traced: Traced, is_view: bool = False, k: int = 0
-    ) -> Array:
-        """Compute a batch; return an output of the graphs by the name of its attribute, as `decode`.
+    def _compute(self, batch: Sequence[Token], output: str, traced: Traced, k: int | None = None) -> Array:
+        """Compute a batch; return an output of the graphs by the name of its attribute.
 
-        Values of nodes are appended to `traced`. Without outputs, the batch is only queued: the host prepares
-        the next one while the devices compute, and errors are raised by a later call.
+        The result is as that of `likeliest`; if `k` is `None`, as that of `decode`. Values of nodes are
+        appended to `traced`. Without outputs, the batch is only queued: the host prepares the next one while
+        the devices compute, and errors are raised by a later call.
         """
         memory = self._memory
         if self._lost:
@@ -401,12 +398,10 @@ class Decoder:
                         self.wait()
                     continue
                 is_first = graph.chosen is not None or chosen.size == len(part)
-                is_view = is_view and len(part) == len(batch)
-                rows = self._read(
-                    graph, output, slice(chosen.size) if is_first else chosen, k if is_view else 0
-                )
+                k = k if len(part) == len(batch) else None
+                rows = self._read(graph, output, slice(chosen.size) if is_first else chosen, k or 0)
                 self._queued.clear()
-                if is_view:
+                if k is not None:
                     return rows
                 found[row_of[part[chosen]]] = rows
         except BaseException:  # keys, values and states may be those of some layers only

@@ -117,7 +117,7 @@ class ModelDrafts:
                 self._engine.memory.remove(self._kept.popitem()[1][0])
 
     def _draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        decode, drafts = self._engine.decoder.decode, [list[int]() for _ in requests]
+        decode, drafts = self._engine.decoder.likeliest, [list[int]() for _ in requests]
         busy = {request.sequence for request in requests}
         kept = [self._sequence(request, busy) for request in requests]
         most = [len(request.tokens) + n for request, n in zip(requests, counts, strict=True)]
@@ -132,14 +132,15 @@ class ModelDrafts:
             if max(tokens[n:]) >= self._n_known:
                 continue
             new = [Token(t, sequence, j, j == len(tokens) - 1) for j, t in enumerate(tokens[n:], n)]
-            for start in range(0, len(new) - 1, N_BATCH) if len(new) > 2 else ():
-                decode(new[:-1][start : start + N_BATCH])
-            batch += new[-1:] if len(new) > 2 else new
+            alone = new[:-1] if len(new) > 2 else []
+            for start in range(0, len(alone), N_BATCH):
+                decode(alone[start : start + N_BATCH], 0)
+            batch += new[len(alone) :]
             known += tokens[n:]
             going.append(i)
         samplers = [request.guesser() for request in requests]
         while batch:
-            rows, asked = decode(batch, is_view=True), going
+            rows, asked = decode(batch, 0), going
             batch, going = [], []
             for row, i in zip(rows, asked, strict=True):
                 if not np.isfinite(row.max()):
