@@ -75,11 +75,10 @@ def penalise_repetition(
     for place in (np.flatnonzero(repeated[1:] >= s.dry_allowed_length) + 1).tolist():
         token = int(newest[place - 1])
         lengths[token] = max(lengths.get(token, 0), int(repeated[place]))
-    most_exponent = int(MAX_EXPONENT / np.log(s.dry_base)) if s.dry_base > 1.000001 else 0
+    most_exponent = MAX_EXPONENT // np.log(s.dry_base) if s.dry_base > 1.000001 else np.inf
     for token, length in lengths.items():
         if () not in breakers.get(token, ()) and token < logits.size:
-            exponent = length - s.dry_allowed_length
-            exponent = min(exponent, most_exponent) if most_exponent else exponent
+            exponent = min(length - s.dry_allowed_length, most_exponent)
             logits[token] -= min(s.dry_multiplier * s.dry_base**exponent, MOST_PENALTY)
 
 
