@@ -283,7 +283,7 @@ class Engine:
         self.lock = decoder.changes.lock
         self._not_finite = not_finite
         self._drafts = drafts
-        self.n_draft = n_draft if drafts is not None else 0
+        self.n_draft = min(n_draft, MOST_VERIFIED - 1) if drafts is not None else 0
         self._running: dict[int, Request] = {}
         self._n_sequences = 0
 
