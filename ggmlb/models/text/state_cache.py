@@ -109,8 +109,8 @@ class StateCache(MemoryPart):
         self.before_access()
         ctx = Context()
         for t in self._all:
-            rows = (ctx.view_1d(t, t.ne[0], slot * t.nb[1]) for slot in (source, target))
-            next(rows).copy_to(next(rows))
+            row, copied = (ctx.view_1d(t, t.ne[0], slot * t.nb[1]) for slot in (source, target))
+            row.copy_to(copied)
 
     def reachable(self, sequence: int, most: int) -> int:
         """Return how many tokens, at most `most`, present or marked states of a sequence include."""
