@@ -115,12 +115,7 @@ class TextConfig:
     def states(self) -> tuple[Mapping[str, int], ...]:
         """Elements of each recurrent state of a sequence, by its name, in each layer; empty: it has none."""
         return tuple(
-            {
-                name: n
-                for block in layer.blocks()
-                if isinstance(block, Recurrent)
-                for name, n in block.states.items()
-            }
+            {k: n for b in layer.blocks() if isinstance(b, Recurrent) for k, n in b.states.items()}
             for layer in self.layers
         )
 
