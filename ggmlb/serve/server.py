@@ -500,6 +500,10 @@ class _Protocol(H11Protocol):
         super().connection_made(transport)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        self._start = self.loop.time()
+        super().on_response_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._timer is not None:

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,20 @@ def test_connections_without_requests_make_room_for_others() -> None:
         held += [socket.create_connection(served.address, timeout=60) for _ in range(20)]
     assert served.metric("answers_running") == 1 and answering.recv(100)
     for connection in (answering, *held):
+        connection.close()
+    served.stop()
+
+
+def test_a_connection_between_two_requests_is_as_young_as_the_last_answer() -> None:
+    served = Served(program=IMPATIENT.replace("n_requests=4, client_seconds=1", "n_connections=10"))
+    connections = [HTTPConnection(*served.address, timeout=60) for _ in range(11)]
+    for connection in connections[:10]:
+        connection.connect()
+    for i in (9, 0, 10, 0):
+        connections[i].request("GET", "/health")
+        assert connections[i].getresponse().read()
+    assert connections[1].sock.recv(10) == b"", "closed for the new one"
+    for connection in connections:
         connection.close()
     served.stop()
 
