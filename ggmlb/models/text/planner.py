@@ -427,8 +427,8 @@ class Planner:
     def _memory_size(
         self, attention: Attention | None, states: Sequence[tuple[str, int]], backend: Backend
     ) -> int:
-        """The size of a layer's KV cache and recurrent states [bytes]."""
-        config, params = self.config, self.params
+        """The size of a layer's KV cache, or recurrent states [bytes]."""
+        params = self.params
         with ExitStack() as resources:
             memory = SequenceMemory(
                 [attention],
@@ -437,7 +437,7 @@ class Planner:
                 [backend],
                 params.n_ctx,
                 params.kv_type,
-                n_slots(config.states),
+                n_slots(self.config.states),
             )
             resources.callback(memory.free)
             inner = [each for buffer in memory.buffers for each in buffer.allocations]

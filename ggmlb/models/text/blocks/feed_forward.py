@@ -25,7 +25,9 @@ OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
 
 
 def activate(ctx: Context, activation: Activation, gate: Tensor, up: Tensor | None) -> Tensor:
-    """Return the gated activation; without `up`, of a product that holds gate and up."""
+    """Return the activation; without `up`, of a product that holds gate and up, or needs no gate."""
+    if activation == "relu_sqr":
+        return ctx.sqr(ctx.relu(gate))
     is_geglu = activation == "geglu"
     if activation == "swiglu_oai" and up is not None:
         return ctx.swiglu_oai(gate, up, OAI_ALPHA, OAI_LIMIT)
@@ -83,10 +85,7 @@ class FeedForward(Block):
         at, end = f"blk.{layer}.", self.suffix
         gate = graph.product(f"{at}ffn_gate{end}", x) if self.has_gate and not self.is_fused else None
         up = graph.product(f"{at}ffn_up{end}", x)
-        if self.has_gate:
-            y = activate(graph.ctx, self.activation, *((up, None) if gate is None else (gate, up)))
-        else:
-            y = graph.ctx.sqr(graph.ctx.relu(up))
+        y = activate(graph.ctx, self.activation, *((up, None) if gate is None else (gate, up)))
         y = graph.product(f"{at}ffn_down{end}", graph.label(f"{at}ffn_act{end}", y))
         if not self.is_scaled:
             return y
