@@ -81,7 +81,7 @@ class Drafts:
             is_known = draft.ndim == 1 and (draft.dtype.kind in "iu" or not draft.size)
             if not is_known or (draft.size and not 0 <= draft.min() <= draft.max() < self._n_vocab):
                 raise ArgumentError(f"draft returned {draft}; give tokens from 0 to {self._n_vocab - 1}")
-            found.append([int(token) for token in draft])
+            found.append(draft.tolist())
         return found
 
 
