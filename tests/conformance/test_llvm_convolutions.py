@@ -131,6 +131,27 @@ def test_views_that_are_not_of_the_same_planes_are_computed_alone(kind: str) -> 
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("place", "images"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 1)])
+def test_operands_of_the_tail_have_strides_of_their_own(place: int, images: int) -> None:
+    def build(p: Program) -> Tensor:
+        y = dense(p, (6, 6, 8, images), (1, 1), 5)
+        ne = {1: (36, 5, images), 2: (6, 6, 5, images), 3: (6, 6, 1, 5)}[place]
+        y = p.ctx.reshape(y, p.ctx.new_tensor("f32", ne))
+        table = p.leaf(3, 5)
+        strides = [table.nb[1]] * 3
+        bias = p.ctx.view_4d(table, *(5 if d == place else 1 for d in range(4)), *strides, 4)
+        return p.ctx.add(p.ctx.add(y, bias), p.leaf(*ne))
+
+    CONVOLUTIONS["strides of operands"] = build
+    try:
+        want, _ = computed("CPU", "strides of operands", "nothing", 1)
+        got, found = computed("LLVM", "strides of operands", "nothing", 1)
+    finally:
+        del CONVOLUTIONS["strides of operands"]
+    assert found == ["conv"]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_result_that_others_read_is_kept() -> None:
     p = Program()
     y = CONVOLUTIONS["a tile and a part"](p)

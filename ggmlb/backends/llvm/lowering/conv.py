@@ -27,8 +27,11 @@ _MACS, _DEPTHWISE, _POOL = 25, 12, 4
 # -- the nodes behind a convolution ----------------------------------------------------------------
 
 
-def _tail_of(group: Group) -> list[tuple[TailStep, Tensor]] | str:
-    """Return the nodes behind the group's convolution, each with its operand or itself; or a reason."""
+def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, int]] | str:
+    """Return the nodes behind the group's convolution; or why no kernel computes them.
+
+    Each with its operand and that operand's byte stride of channels; or with itself and 0.
+    """
     found, result, node = [], group.result, group["conv"]
     shape = _pixels(node), _channels(node)
     channel = next((d for d in (1, 2, 3) if (prod(result.ne[:d]), result.ne[d]) == shape), 0)
@@ -46,9 +49,12 @@ def _tail_of(group: Group) -> list[tuple[TailStep, Tensor]] | str:
                 return "an operand of another shape or type"
             if operand.ne == result.ne and not operand.is_contiguous():
                 return "an operand that is not in planes"
-            found.append((TailStep(fn, 0, "channels" if operand.ne == one else "pixels"), operand))
+            if operand.ne == one:
+                found.append((TailStep(fn, 0, "channels"), operand, operand.nb[channel]))
+            else:
+                found.append((TailStep(fn, 0, "pixels"), operand, 4 * shape[0]))
         elif fn in FUNCTIONS:
-            found.append((TailStep(fn, len(PARAMS.get(fn, ()))), node))
+            found.append((TailStep(fn, len(PARAMS.get(fn, ()))), node, 0))
         else:
             return f"no kernel for {fn}"
         if node.ne != result.ne or node.dtype not in F32:
@@ -69,14 +75,13 @@ def _tail_args(group: Group | None, ctx: LoweringContext) -> tuple[Tail, list[in
     found = _tail_of(group) if group is not None else []
     assert not isinstance(found, str)
     args: list[int | float] = []
-    for step, node in found:
+    for step, node, plane in found:
         if step.operand is None:
             args += [float(node.params[p]) for p in PARAMS.get(step.function, ())]
         else:
-            n = node.n_elements // max(node.ne[3], 1)
-            plane = 4 * (n // _channels(group["conv"])) if group is not None else 0
-            args += [ctx.address(node), plane, 4 * n if node.ne[3] > 1 else 0]
-    return tuple(step for step, _ in found), args
+            image = plane * _channels(group["conv"]) if group is not None and step.operand == "pixels" else 0
+            args += [ctx.address(node), plane, image]
+    return tuple(step for step, *_ in found), args
 
 
 # -- convolutions ----------------------------------------------------------------------------------
