@@ -58,13 +58,13 @@ def need_tools() -> str:
     return compiler
 
 
-def download() -> Path:
-    """Return the source archive."""
-    archive = FOLDER / f"sdist/xllamacpp-{VERSION}.tar.gz"
+def download(package: str = "xllamacpp", version: str = VERSION) -> Path:
+    """Return a package's source archive from PyPI."""
+    archive = FOLDER / f"sdist/{package.replace('-', '_')}-{version}.tar.gz"
     if not archive.exists():
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-        command += ["--no-binary", ":all:", f"xllamacpp=={VERSION}", "-d", str(archive.parent)]
-        run("download ggml's source from PyPI (38 MB)", *command)
+        command += ["--no-binary", ":all:", f"{package}=={version}", "-d", str(archive.parent)]
+        run(f"download {package}'s source from PyPI", *command)
     return archive
 
 

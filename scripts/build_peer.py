@@ -2,10 +2,10 @@
 
     python scripts/build_peer.py
 
-The source is that of PyPI's llama-cpp-python, as in `build_ggml_tests.py`. It is built with `-march=native`,
-all that llama.cpp has for the processor (repacked weights, llamafile's products) and its own defaults. It
-prints the version and the instruction sets, which the benchmarks' tables name, and exits with 2 if a tool or
-the network is missing. It takes some minutes on two cores, and nothing when it is built.
+The source is that of PyPI's llama-cpp-python, whose bindings by ctypes the benchmarks use. It is built with
+`-march=native`, all that llama.cpp has for the processor (repacked weights, llamafile's products) and its own
+defaults. It prints the version and the instruction sets, which the benchmarks' tables name, and exits with 2
+if a tool or the network is missing. It takes some minutes on two cores, and nothing when it is built.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import sys
 import tarfile
 from pathlib import Path
 
-from build_ggml_tests import JOBS, VERSION, download, need_tools, run
+from build_ggml_tests import JOBS, download, need_tools, run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from peers import FOLDER, Peer
 
+VERSION = "0.3.36"
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DGGML_NATIVE=ON", "-DGGML_LLAMAFILE=ON",
     "-DGGML_CPU_REPACK=ON", "-DGGML_CCACHE=OFF", "-DCMAKE_C_FLAGS=-march=native",
@@ -35,7 +36,7 @@ def main() -> None:
     if not stamp.exists() or stamp.read_text() != VERSION:
         need_tools()
         os.nice(10)
-        archive = download()
+        archive = download("llama-cpp-python", VERSION)
         shutil.rmtree(FOLDER, ignore_errors=True)
         FOLDER.mkdir(parents=True)
         with tarfile.open(archive) as tar:
