@@ -10,6 +10,7 @@ import pytest
 
 from ggmlb import BackendError, Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda import CudaReg
+from ggmlb.system.process import process_state
 from tests.support.gpus import host_driver, leaf
 
 cu = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x").cuda.driver
@@ -68,6 +69,16 @@ def test_a_program_that_uses_one_card_makes_a_context_on_no_other(driver: Any, r
     assert driver.cards.contexts == {1}
     with pytest.raises(BackendError, match="open a stream on CUDA0: "):
         reg.devices[0].init_backend()
+
+
+def test_a_forked_process_frees_no_page_locked_memory(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = driver.pinned(64), driver.pinned(64)
+    monkeypatch.setattr(process_state, "n_forks", process_state.n_forks + 1)
+    del first
+    assert len(driver.cards._pinned) == 2
+    monkeypatch.undo()
+    del second
+    assert len(driver.cards._pinned) == 1
 
 
 def test_kernels_with_much_shared_memory_are_given_all_of_it(driver: Any, reg: CudaReg) -> None:

@@ -36,6 +36,7 @@ from ggmlb.backends.cuda.driver import (
     Facts,
     address_of,
     grid,
+    guard,
     text,
 )
 from ggmlb.backends.gpu import Launch
@@ -154,13 +155,11 @@ class CupyDriver:
         name, place = ctypes.create_string_buffer(256), ctypes.create_string_buffer(32)
         self._function("cuDeviceGetName")(name, len(name), card)
         self._function("cuDeviceGetPCIBusId")(place, len(place), card)
-        asked = (MAJOR, MINOR, N_UNITS, SHARED, INTEGRATED)
-        major, minor, *numbers = (self._get(N, "cuDeviceGetAttribute", what, card) for what in asked)
-        n_units, shared, is_integrated = numbers
+        asked = (MAJOR, MINOR, INTEGRATED, N_UNITS, SHARED)
+        major, minor, integrated, *sizes = (self._get(N, "cuDeviceGetAttribute", x, card) for x in asked)
+        names = name.value.decode(), place.value.decode().lower()
         nbytes = self._get(L, "cuDeviceTotalMem_v2", card)
-        bus = place.value.decode().lower()
-        capability = 10 * major + minor
-        return Facts(name.value.decode(), bus, capability, n_units, shared, nbytes, bool(is_integrated))
+        return Facts(*names, 10 * major + minor, *sizes, nbytes, bool(integrated))
 
     def on(self, device: int) -> AbstractContextManager[None]:
         """Context manager that makes `device` this thread's current one; others get no CUDA context."""
@@ -175,7 +174,7 @@ class CupyDriver:
 
     def _any(self) -> AbstractContextManager[None]:
         """Make a device that is in use the current one, for calls that concern all devices."""
-        return self.on(next(iter(self._contexts), 0))
+        return self.on(min(self._contexts, default=0))
 
     def memory_info(self, device: int) -> tuple[int, int]:
         """Return free and total memory [bytes]."""
@@ -230,8 +229,10 @@ class CupyDriver:
         return pinned
 
     def _free_pinned(self, address: int) -> None:
-        with self._any():
-            self._function("cuMemFreeHost")(address)
+        with suppress(BackendError):  # in a forked process, where libcuda would hang or crash
+            guard.check("free page-locked memory")
+            with self._any():
+                self._function("cuMemFreeHost")(address)
 
     def is_pinned(self, array: Bytes) -> bool:
         """Whether an array's first and last byte are page-locked; copies of pageable memory may block."""
