@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
@@ -572,11 +572,8 @@ class HostDriver(CupyDriver):
         self.cards = HostCards(n_devices, capacity, capability)
         super().__init__(lambda: answer(load(), self.cards))
 
-    def on(self, device: int) -> AbstractContextManager[None]:
-        return self._on(device)
-
     @contextmanager
-    def _on(self, device: int) -> Iterator[None]:
+    def on(self, device: int) -> Iterator[None]:
         context, before = self._context(device), self._get(P, "cuCtxGetCurrent")
         self._function("cuCtxSetCurrent")(context)
         try:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.stream import Stream
 
 ALIGNMENT = 256
-"""Alignment of tensors [bytes]: that of cudaMalloc, and more than any kernel or cuBLAS needs."""
+"""Alignment of tensors [bytes]: that of cuMemAlloc, and more than any kernel or cuBLAS needs."""
 
 PATTERN_NBYTES = 1 << 20
 """Size of the pattern that tests peer-to-peer copies [bytes]."""
@@ -209,7 +209,7 @@ class MappedBuffer(CudaBuffer):
 class PeerAccess:
     """Peer-to-peer copies between cards with GGMLB_CUDA_P2P=1; without, CUDA copies through the host.
 
-    `cudaDeviceCanAccessPeer` is not enough: where an IOMMU translates, peer copies report success and corrupt
+    `cuDeviceCanAccessPeer` is not enough: where an IOMMU translates, peer copies report success and corrupt
     the data. So each pair of cards is tested by copies of a pattern before use.
     """
 
@@ -264,7 +264,7 @@ def _arrives(source: CudaDevice, target: CudaDevice) -> bool:
 
 
 def can_pitch(where: int | Pieces) -> bool:
-    """Whether a copy is one CUDA command: contiguous, or 2D with pitches that cudaMemcpy2D accepts."""
+    """Whether a copy is one CUDA command: contiguous, or 2D with pitches that cuMemcpy2DAsync accepts."""
     if isinstance(where, int):
         return True
     return all(where.size <= pitch < 1 << 31 for pitch in (where.stride_tensor, where.stride_data))
@@ -335,7 +335,7 @@ class Pages:
 
 
 class Registrations:
-    """Callers' memory that is page-locked in place (cudaHostRegister), for all cards.
+    """Callers' memory that is page-locked in place (cuMemHostRegister), for all cards.
 
     CUDA cannot lock a byte twice. Arrays within locked memory share its lock until the last is removed;
     an array that is partly in locked memory is not locked.

@@ -237,7 +237,7 @@ class DeviceMemory:
             self._dropped.append((partial(id, owner), users))  # the call does nothing: it keeps a reference
 
     def sweep_if_idle(self) -> None:
-        """Release resources whose work is done, if all streams are idle: else cudaFree would wait for it."""
+        """Release resources whose work is done, if all streams are idle: else cuMemFree would wait for it."""
         if not self._dropped and not self._leaving:
             return
         streams = [stream for stream in list(self.streams) if stream.handle]
