@@ -27,7 +27,7 @@ from tests.support.played_libcuda import answer
 class PlayedDriver(HostDriver):
     """The driver of the cards below the libcuda.so.1 of this process, which CuPy's bindings call too."""
 
-    on = CupyDriver.on
+    on = CupyDriver.on  # type: ignore[assignment]
     _launch = staticmethod(CupyDriver._launch)
 
     @cached_property

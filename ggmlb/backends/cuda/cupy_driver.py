@@ -155,11 +155,12 @@ class CupyDriver:
         name, place = ctypes.create_string_buffer(256), ctypes.create_string_buffer(32)
         self._function("cuDeviceGetName")(name, len(name), card)
         self._function("cuDeviceGetPCIBusId")(place, len(place), card)
-        asked = (MAJOR, MINOR, INTEGRATED, N_UNITS, SHARED)
-        major, minor, integrated, *sizes = (self._get(N, "cuDeviceGetAttribute", x, card) for x in asked)
+        asked = (MAJOR, MINOR, N_UNITS, SHARED, INTEGRATED)
+        values = (self._get(N, "cuDeviceGetAttribute", what, card) for what in asked)
+        major, minor, n_units, shared, is_integrated = values
         names = name.value.decode(), place.value.decode().lower()
         nbytes = self._get(L, "cuDeviceTotalMem_v2", card)
-        return Facts(*names, 10 * major + minor, *sizes, nbytes, bool(integrated))
+        return Facts(*names, 10 * major + minor, n_units, shared, nbytes, bool(is_integrated))
 
     def on(self, device: int) -> AbstractContextManager[None]:
         """Context manager that makes `device` this thread's current one; others get no CUDA context."""
