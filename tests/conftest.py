@@ -142,7 +142,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(autouse=True)
 def _no_fault_of_played_cards() -> Iterator[None]:
-    """Fail a test after which played cards found what CUDA would not tell of: nothing can raise through C."""
+    """Fail a test in which simulated cards found a fault: nothing can raise through C."""
     yield
     played = sys.modules.get("tests.support.played_libcuda")
     if played is not None and played.FAULTS:

@@ -18,7 +18,7 @@ from tests.support.gpus import host_driver
 
 
 class LibraryArray(np.ndarray[Any, Any]):
-    """What the played library's arrays are: they have the interface, as CuPy's have."""
+    """What the simulated library's arrays are: they have the interface, as CuPy's have."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

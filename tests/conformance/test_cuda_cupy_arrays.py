@@ -1,4 +1,4 @@
-"""CuPy's own arrays in and out, over the memory of a played card. Needs CuPy; on a card, see tests/gpu."""
+"""CuPy's own arrays in and out, over the memory of a simulated card. Needs CuPy; on a card, see tests/gpu."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMBERS = np.arange(60, dtype=np.float32).reshape(6, 10)
 
 
 def read(array: Any) -> np.ndarray[Any, Any]:
-    """Return what a CuPy array lies over, as it lies: a played card's memory is the host's."""
+    """Return what a CuPy array lies over, as it lies: a simulated card's memory is the host's."""
     assert isinstance(array, cupy.ndarray)
     memory = (ctypes.c_ubyte * max(1, spanned_bytes(array))).from_address(array.data.ptr)
     return np.ndarray(array.shape, array.dtype, memory, 0, array.strides)
@@ -34,7 +34,7 @@ def read(array: Any) -> np.ndarray[Any, Any]:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
-    """Two played cards, whose arrays are made by the methods that make them on a card."""
+    """Two simulated cards, whose arrays are made by the methods that make them on a card."""
     from ggmlb.backends.cuda.cupy_driver import CupyDriver
 
     driver = host_driver(n_devices=2)

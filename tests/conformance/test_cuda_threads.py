@@ -172,7 +172,7 @@ def test_memory_that_was_freed_is_given_back_by_the_next_wait(stream: CudaBacken
 def test_no_lock_is_held_while_the_device_is_waited_for(
     stream: CudaBackend, other: CudaBackend, call: str, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The played driver waits where CUDA may, and fails where that is under a stream's lock."""
+    """The simulated driver waits where CUDA may, and fails where that is under a stream's lock."""
     monkeypatch.setattr(__name__ + ".N", nbytes // 4)
     for backend in (stream, other):
         _, _, graph = scaled(backend)

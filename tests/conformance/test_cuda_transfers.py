@@ -160,7 +160,7 @@ def test_memory_handed_to_another_library_can_be_read_at_once(stream: CudaBacken
     event = stream.device.event_new()
     stream.event_record(event)
     assert not is_reached(stream.device, event.handle)
-    handed = getattr(y, protocol, None)  # the played driver's library has no interface of CUDA's
+    handed = getattr(y, protocol, None)  # the simulated driver's library has no interface of CUDA's
     if callable(handed):
         handed()
     assert is_reached(stream.device, event.handle)

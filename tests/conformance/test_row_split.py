@@ -1,4 +1,4 @@
-"""Weights split by rows over OpenCL devices, one of them in a context of its own, and over played cards."""
+"""Weights split by rows over OpenCL devices, one in a context of its own, and over simulated cards."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def product(w: Tensor, ne: tuple[int, ...], stream: Backend) -> tuple[Tensor, Te
 
 
 def set_eager(reg: BackendReg, streams: set[int]) -> None:
-    """Let the played driver run some devices' streams at once, and the others as late as can be."""
+    """Let the simulated driver run some devices' streams at once, and the others as late as can be."""
     cards = getattr(getattr(reg.devices[0], "driver", None), "cards", None)
     if cards is not None:
         cards.eager = streams

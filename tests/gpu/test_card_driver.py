@@ -1,4 +1,4 @@
-"""What the played driver cannot tell: that CUDA, by CuPy, does what `Driver` says. Read this first."""
+"""What the simulated driver cannot tell: that CUDA does what `CupyDriver` expects. Read this first."""
 
 from __future__ import annotations
 

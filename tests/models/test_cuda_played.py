@@ -1,4 +1,4 @@
-"""MiniLM through the CUDA backend on the played driver: layers on two devices, and all on two cards."""
+"""MiniLM through the CUDA backend on the simulated driver: layers on two devices, and all on two cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text models through the CUDA backend on the played driver: on two cards and the CPU, as a pipeline too."""
+"""Text models through the CUDA backend on the simulated driver: two cards and the CPU, as a pipeline too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions on played cards: in a process of their own, because its driver stays."""
+"""Functions on simulated cards: in a process of their own, because its driver stays."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ extern "C" __global__ void spin(long long cycles)
 
 
 def host_driver(**params: Any) -> Any:
-    """Return the played driver; a machine with a card needs neither NVRTC's wheel nor a C++ compiler."""
+    """Return the simulated driver; a machine with a card needs neither NVRTC's wheel nor a C++ compiler."""
     from tests.support.ptx.machine import why_not
 
     pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
@@ -42,7 +42,7 @@ def host_driver(**params: Any) -> Any:
 
 
 def first(kind: str) -> Any:
-    """Return the device of that name, or the first of a played driver."""
+    """Return the device of that name, or the first of a simulated driver."""
     return CudaReg(host_driver()).devices[0] if kind == "played" else device_by_name(kind)
 
 
@@ -57,13 +57,13 @@ def device_fixture(*kinds: Any) -> Any:
 
 
 def is_played(backend: Backend) -> bool:
-    """Whether the stream is of the played driver: one thread's at a time, and idle until waited for."""
+    """Whether the stream is of the simulated driver: one thread's at a time, and idle until waited for."""
     driver = getattr(backend.device, "driver", None)
     return type(driver).__name__ == "HostDriver"
 
 
 def hold_up(backend: Any, milliseconds: int = 30) -> None:
-    """Keep the stream busy. The played driver's streams need no holding up: they run when waited for."""
+    """Keep the stream busy. The simulated driver's streams need no holding up: they run when waited for."""
     if is_played(backend):
         return
     import cupy

@@ -1,4 +1,4 @@
-"""Cards played by the host: the CUDA backend's plans, arguments and order of work, with no card.
+"""Simulated cards: the CUDA backend's plans, arguments and order of work, with no card.
 
 `CupyDriver` is the one that drives cards; the libcuda below it is ours, and answers here (`HostCards`). Every
 address is looked up, and belongs to one device; memory is poisoned when it is allocated and when it is
@@ -10,7 +10,7 @@ lock.
 
 Kernels are compiled by NVRTC, and their PTX is run (`tests.support.ptx`) with the very argument blocks that
 the backend packed for CUDA: what is computed is computed. What only a card can tell (real asynchrony, capture
-as CUDA does it) is not played.
+as CUDA does it) is not simulated.
 """
 
 from __future__ import annotations
@@ -552,7 +552,7 @@ class HostCards:
 P, N, L = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 
 
-_ERROR = ctypes.create_string_buffer(b"an error of the played cards")
+_ERROR = ctypes.create_string_buffer(b"an error of the simulated cards")
 
 
 def _write(kind: Any, address: int, value: Any) -> None:
@@ -563,7 +563,7 @@ ARGUMENTS.update(SYMBOLS)
 
 
 class HostDriver(CupyDriver):
-    """The driver of played cards, whose arrays, compiler, cuBLAS and NCCL are the host's too.
+    """The driver of simulated cards, whose arrays, compiler, cuBLAS and NCCL are the host's too.
 
     Each has a libcuda of its own, where CuPy's bindings have that of the process (`played_cupy`).
     """

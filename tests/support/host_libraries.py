@@ -1,4 +1,4 @@
-"""NCCL and cuBLAS of the played driver: over NumPy, and queued as kernels are."""
+"""NCCL and cuBLAS of the simulated driver: over NumPy, and queued as kernels are."""
 
 from __future__ import annotations
 

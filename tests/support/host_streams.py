@@ -1,4 +1,4 @@
-"""Streams and events of the played driver: lists of work, done when something waits for it."""
+"""Streams and events of the simulated driver: lists of work, done when something waits for it."""
 
 from __future__ import annotations
 

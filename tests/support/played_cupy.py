@@ -1,4 +1,4 @@
-"""Played cards for a process that has `played/` first on its path, and what scripts ask of CuPy beside them.
+"""Simulated cards for a process that has `played/` first on its path, and what scripts need of CuPy.
 
 So what else runs on a card only is run without: `scripts/test_gpu.py`, `benchmarks/gpu.py`. CuPy is the
 installed one, but for the few names below: its arrays compute nothing.

@@ -1,6 +1,6 @@
 """A libcuda whose functions are answered in Python: what is above it runs as it is, with no card.
 
-It is compiled once; each set of played cards has a copy of its own, whose symbols jump to callbacks. A
+It is compiled once; each set of simulated cards has a copy of its own, whose symbols jump to callbacks. A
 process without other cards has one for all, which the loader finds as libcuda.so.1: `load` comes first.
 """
 

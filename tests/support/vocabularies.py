@@ -128,18 +128,8 @@ def sentence_pieces() -> tuple[dict[str, Any], Tokenizer]:
 def longest_tokens() -> dict[str, Any]:
     """As RWKV's: all bytes, then words and parts of characters, written as in a literal of Python."""
     longer = [
-        b"  ",
-        b"\n\n",
-        b"\r\n",
-        b"\\n",
-        b"'s",
-        b"he",
-        b"hell",
-        b"hello ",
-        b"oxen",
-        b"\xc3\xa4\xc3",
-        b"\t\x00",
-    ]
+        b"  ", b"\n\n", b"\r\n", b"\\n", b"'s", b"he", b"hell", b"hello ", b"oxen", b"\xc3\xa4\xc3", b"\t\x00"
+    ]  # fmt: skip
     words = {word.encode() for word in CORPUS.split(" ")} - {b""}
     pieces = [*(bytes([i]) for i in range(256)), *longer, *sorted(words - set(longer))]
     pieces = list(dict.fromkeys(piece for piece in pieces if len(piece) <= 40))

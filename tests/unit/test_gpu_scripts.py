@@ -1,4 +1,4 @@
-"""What runs unattended on a machine with a card runs from end to end on the played CuPy."""
+"""What runs unattended on a machine with a card runs from end to end on the simulated driver."""
 
 from __future__ import annotations
 

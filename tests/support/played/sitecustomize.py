@@ -1,4 +1,4 @@
-"""For a process with this folder first on its path: played cards."""
+"""For a process with this folder first on its path: simulated cards."""
 
 from tests.support.played_libcuda import load
 
