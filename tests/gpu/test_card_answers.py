@@ -96,7 +96,7 @@ def test_dependent_launches(
     path = write_text_model(tmp_path / "model.gguf", "llama", "q4_0", n_layer=4)
     for wanted in ("0", "1"):
         monkeypatch.setenv("GGMLB_CUDA_PDL", wanted)
-        for kept in ("_dependent", "_functions"):
+        for kept in ("_dependent", "_compiled"):
             monkeypatch.setattr(card.driver, kept, {})
         with TextModel(path, [card.name, "CPU"], n_ctx=128) as model:
             for _ in range(2):

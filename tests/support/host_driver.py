@@ -496,7 +496,9 @@ class HostCards:
         sizes = (ctypes.c_uint * 7).from_address(config)
         stream, attribute, n = (ctypes.c_uint64 * 3).from_address(config + 32)
         assert (n & 0xFFFFFFFF, *(ctypes.c_int * 3).from_address(attribute)) == (1, 6, 0, 1)
-        self.dependent.append(self._kernels[function][0].kernel.name)
+        launch, built = self._kernels[function]
+        assert built.dependent, f"{launch.kernel.name} does not wait for the kernel before"
+        self.dependent.append(launch.kernel.name)
         self.cuLaunchKernel(function, *sizes, stream, params, extra)
 
     # -- graphs --------------------------------------------------------------------------------

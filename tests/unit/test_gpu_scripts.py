@@ -26,7 +26,7 @@ def test_the_tests_of_a_card_run_and_what_fails_or_ends_its_process_is_told(tmp_
         "def test_third(): pass\n"
     )
     chosen = "test_some or (test_cuda_graphs and not all_other_steps) or test_cuda_reuse or test_gpu_streams"
-    chosen += " or direct_copies or is_captured[llama] or graphs_are_updated"
+    chosen += " or direct_copies or is_captured[llama] or graphs_are_updated or dependent"
     done = run("scripts/test_gpu.py", "-k", chosen, str(program))
     assert done.returncode == 1
     assert re.search(r"^CUDA0: Host .*, 0000:00:00.0$", done.stdout, re.M)
@@ -42,7 +42,8 @@ def test_the_tests_of_a_card_run_and_what_fails_or_ends_its_process_is_told(tmp_
     assert re.fullmatch(
         r"Capture of llama: \d+ steps are replayed in \d CUDA graphs; none was refused\.", answers[2]
     )
-    assert re.fullmatch(r"cuGraphExecUpdate: (\d) of \1 updates accepted\.", answers[3])
+    assert answers[3].startswith("Programmatic dependent launch: the same logits, ")
+    assert re.fullmatch(r"cuGraphExecUpdate: (\d) of \1 updates accepted\.", answers[4])
 
 
 def test_the_benchmark_of_a_card_runs_every_section(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ class Built:
     Args:
         kernel: What it is; with `defines` and `wg`, as in a `Launch`.
         compiler: Of its text.
-        dependent: Whether it begins with the wait for the kernel before.
 
     Attributes:
+        dependent: Whether it begins with the wait for the kernel before.
         shared: Shared memory of a block that its text declares [bytes].
     """
 
@@ -88,7 +88,7 @@ class Built:
         self, kernel: Kernel, defines: Defines, wg: int, compiler: Compiler, dependent: bool
     ) -> None:
         self._code, self._wg, self._compiler = text(kernel, defines, wg, dependent), wg, compiler
-        self._name = f"{kernel.name} {dict(defines)}, WG {wg}"
+        self._name, self.dependent = f"{kernel.name} {dict(defines)}, WG {wg}", dependent
         self._program = Program(compiler.ptx(self._code))
         self.shared = self._program.shared_nbytes
         head = re.search(rf"KERNEL {kernel.name}\(((?:[^()]|\(\w+\))*)\)", self._code)
