@@ -145,5 +145,8 @@ def test_rows_are_split_by_the_library(device: GgmlDevice, library: Library) -> 
         ggmlb.tensor_alloc(buffer, tensor, 0)
         tensor.set_array([1, 2, 3, 4])
         assert tensor.to_numpy().tolist() == [1, 2, 3, 4]
+    for wrong in ([0.0] * len(device.reg.devices) + [1.0], [-1.0], [float("nan")]):
+        with pytest.raises(ArgumentError, match="give a share, 0 or more, for each"):
+            split(index, wrong)
     with pytest.raises(ArgumentError, match="there is no device 99"):
         split(99)

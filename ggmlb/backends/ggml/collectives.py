@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import ExitStack
 from ctypes import c_bool, c_float, c_int, c_size_t, c_void_p
+from math import inf
 from typing import TYPE_CHECKING, Final, cast
 
 from ggmlb.backends.ggml.backend import GgmlBackend
@@ -87,19 +88,25 @@ def split_buffer_type(
         tensor_split: The share of each of `reg.devices`, in any unit; by default as the library chooses.
 
     Raises:
-        ArgumentError: There is no such device, or a device of another backend has a share.
+        ArgumentError: There is no such device; or shares are negative, too many, or of another backend.
 
     Source: ggml_backend_split_buffer_type_t.
     """
     devices = cast("Sequence[GgmlDevice]", reg.devices)
     if not 0 <= main_device < len(devices):
         raise ArgumentError(f"split_buffer_type: there is no device {main_device}; there are {len(devices)}")
+    given = tuple(tensor_split or ())
+    if len(given) > len(devices) or not all(0 <= share < inf for share in given):
+        raise ArgumentError(
+            f"split_buffer_type: tensor_split is {list(given)}; give a share, 0 or more, for each of the "
+            f"{len(devices)} devices"
+        )
     main, shares = devices[main_device], (c_float * MAX_SHARES)()
     find = main.proc("ggml_backend_split_buffer_type", c_void_p, c_int, c_void_p)
     if find is None:
         return None
     group = [d for d in devices if d.library is main.library and d.backend_name == main.backend_name]
-    for device, share in zip(devices, tensor_split or (), strict=False):
+    for device, share in zip(devices, given, strict=False):
         if device in group:
             shares[group.index(device)] = share
         elif share:
