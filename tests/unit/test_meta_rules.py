@@ -243,6 +243,24 @@ def test_a_scheduler_sums_before_another_device_reads(
     assert [ne for ne, _ in summed] == expected
 
 
+def test_an_eval_callback_sees_sums() -> None:
+    device = ggmlb.meta_device([CPU] * 2, lambda t: halves(t, 0) if t.name in "wv" else MIRRORED)
+    seen: list[list[Any]] = []
+    for first in (device, CPU):
+        seen.append([])
+        ctx, leafs, values = leafs_of("weighted experts")
+        with first.init_backend() as stream, CPU.init_backend() as cpu, ggmlb.alloc_ctx_tensors(ctx, stream):
+            for leaf, array in zip(leafs, values, strict=True):
+                leaf.set_array(array)
+            y = PROGRAMS["weighted experts"][0](Context(), *leafs)
+            with ggmlb.Scheduler([stream, cpu] if first is device else [cpu]) as scheduler:
+                scheduler.set_eval_callback(lambda t, ask: ask or seen[-1].append(t.to_numpy()) is None)
+                scheduler.graph_compute(Graph().build_forward_expand(y))
+    assert len(seen[0]) == len(seen[1]) > 3
+    for found, right in zip(*seen, strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("of_w", "of_v", "expected"),
     [
