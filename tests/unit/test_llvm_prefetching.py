@@ -54,7 +54,7 @@ def test_a_fixed_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(host.target_for(None))
     assert prefetching.ahead(library, "q4_0", False) == (1, 512)
     assert library.n_compiled == 0
-    for wrong in ("4,64", "2", "2,-1", "on", "2,4k"):
+    for wrong in ("4,64", "2", "2,-1", "on", "2,4k", f"2,{1 << 62}"):
         monkeypatch.setenv("GGMLB_PREFETCH", wrong)
         with pytest.raises(ArgumentError, match=r"GGMLB_PREFETCH='.*set it as 2,4096"):
             prefetching.ahead(Library(host.target_for(None)), "q4_0", False)

@@ -83,7 +83,7 @@ def _key(dtype: str, is_interleaved: bool) -> str:
 
 def _parsed(text: str) -> Ahead:
     hint, _, nbytes = text.partition(",")
-    if hint in ("0", "1", "2", "3") and nbytes.isdecimal():
+    if hint in ("0", "1", "2", "3") and nbytes.isdecimal() and len(nbytes) < 10:
         return Ahead(int(hint), int(nbytes))
     raise ArgumentError(
         f"GGMLB_PREFETCH={text!r} is not a hint (0 to 3) and a distance in bytes: set it as 2,4096, or unset "
