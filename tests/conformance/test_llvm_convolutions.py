@@ -78,9 +78,11 @@ TAILS: dict[str, list[Callable[[Program, Tensor], Tensor]]] = {
 }  # fmt: skip
 
 
-def computed(device: str, convolution: str, tail: str, n_threads: int) -> tuple[np.ndarray, list[str]]:
+def computed(
+    device: str, build: Build, tail: str = "nothing", n_threads: int = 1
+) -> tuple[np.ndarray, list[str]]:
     p = Program()
-    t = CONVOLUTIONS[convolution](p)
+    t = build(p)
     for step in TAILS[tail]:
         t = step(p, t)
     graph = Graph().build_forward_expand(p.ctx.set_output(t))
@@ -103,8 +105,8 @@ def computed(device: str, convolution: str, tail: str, n_threads: int) -> tuple[
 @pytest.mark.parametrize("convolution", CONVOLUTIONS)
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_as_on_the_cpu(convolution: str, tail: str, n_threads: int) -> None:
-    want, _ = computed("CPU", convolution, tail, 1)
-    got, found = computed("LLVM", convolution, tail, n_threads)
+    want, _ = computed("CPU", CONVOLUTIONS[convolution], tail)
+    got, found = computed("LLVM", CONVOLUTIONS[convolution], tail, n_threads)
     is_fused = (TAILS[tail] or convolution == "product") and convolution not in ALONE
     assert found == (["conv"] if is_fused else [])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(np.abs(want).max()))
@@ -121,12 +123,8 @@ def test_views_that_are_not_of_the_same_planes_are_computed_alone(kind: str) -> 
         }
         return views[kind]()
 
-    CONVOLUTIONS["views"] = build
-    try:
-        want, _ = computed("CPU", "views", "nothing", 1)
-        got, found = computed("LLVM", "views", "nothing", 1)
-    finally:
-        del CONVOLUTIONS["views"]
+    want, _ = computed("CPU", build)
+    got, found = computed("LLVM", build)
     assert not found
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
@@ -137,17 +135,13 @@ def test_operands_of_the_tail_have_strides_of_their_own(place: int, images: int)
         y = dense(p, (6, 6, 8, images), (1, 1), 5)
         ne = {1: (36, 5, images), 2: (6, 6, 5, images), 3: (6, 6, 1, 5)}[place]
         y = p.ctx.reshape(y, p.ctx.new_tensor("f32", ne))
-        table = p.leaf(3, 5)
-        strides = [table.nb[1]] * 3
-        bias = p.ctx.view_4d(table, *(5 if d == place else 1 for d in range(4)), *strides, 4)
+        table, (n1, n2, n3) = p.leaf(3, 5), (5 if d == place else 1 for d in (1, 2, 3))
+        nb = table.nb[1]
+        bias = p.ctx.view_4d(table, 1, n1, n2, n3, nb, nb, nb, 4)
         return p.ctx.add(p.ctx.add(y, bias), p.leaf(*ne))
 
-    CONVOLUTIONS["strides of operands"] = build
-    try:
-        want, _ = computed("CPU", "strides of operands", "nothing", 1)
-        got, found = computed("LLVM", "strides of operands", "nothing", 1)
-    finally:
-        del CONVOLUTIONS["strides of operands"]
+    want, _ = computed("CPU", build)
+    got, found = computed("LLVM", build)
     assert found == ["conv"]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 

@@ -268,10 +268,10 @@ def conv_2d_dw(
         weights = [load_float(k, a_dtype, a + i * size).splat(lanes) for i in range(kw * kh)]
         with k.loop(0, p["ow"], lanes) as column:
             sums = [k.variable(k.const(vec(F32, lanes), 0)) for _ in range(n_rows)]
-            for below in range((n_rows - 1) * s1 + (kh - 1) * d1 + 1):
+            for below in sorted({r * s1 + ky * d1 for r in range(n_rows) for ky in range(kh)}):
                 users = [(r, ky) for r in range(n_rows) for ky in range(kh) if r * s1 + ky * d1 == below]
                 row = first * s1 - p["p1"] + below
-                with k.when(_inside(row, p["h"]) if users else k.i64(0) > 0):
+                with k.when(_inside(row, p["h"])):
                     for kx in range(kw):
                         at = column * s0 - p["p0"] + kx * d0
                         value = _strided(k, dtype, x + row * p["x_nb1"], at, s0, p["w"], lanes)

@@ -201,11 +201,6 @@ def _multiply(
     ctx.launch(conv.conv_2d, (*params, n_columns, tail), (*args, *more), images * bands * parts)
 
 
-@RULES.rule(Op.CONV_2D_DW, *_CONV)
-def _conv_2d_dw(node: Tensor, ctx: LoweringContext) -> None:
-    _each_channel(node, ctx)
-
-
 def _each_channel(node: Tensor, ctx: LoweringContext, group: Group | None = None) -> None:
     kernel, x = node.operand(0), node.operand(1)
     result, p = node if group is None else group.result, node.params
@@ -217,6 +212,9 @@ def _each_channel(node: Tensor, ctx: LoweringContext, group: Group | None = None
     args = (*_planes(node, x, result, ctx), ctx.address(kernel), kernel.nb[3], n_planes, *more)
     work = node.n_elements * prod(kernel.ne[:2]) / _DEPTHWISE
     ctx.launch(conv.conv_2d_dw, params, args, ctx.chunks(work, n_planes * -(-node.ne[1] // n_rows)))
+
+
+RULES.rule(Op.CONV_2D_DW, *_CONV)(_each_channel)
 
 
 def _computes(group: Group) -> str | None:
