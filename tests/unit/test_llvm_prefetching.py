@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def test_a_type_is_measured_by_its_own_kernel() -> None:
     assert library.n_compiled == len(prefetching.HINTS) + 1
     library.address(interleaved_products.few, ("q8_0", 1, "q8", hint))
     assert library.n_compiled == len(prefetching.HINTS) + 1
+
+
+@pytest.mark.usefixtures("measuring")
+def test_threads_measure_once() -> None:
+    library = Library(host.target_for(None))
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: prefetching.ahead(library, "q4_0", False), range(4)))
+    assert found == [prefetching.choices(library)["q4_0 rows"]] * 4
+    assert all(choice is found[0] for choice in found)
 
 
 def test_a_fixed_choice(monkeypatch: pytest.MonkeyPatch) -> None:

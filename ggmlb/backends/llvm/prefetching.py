@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache
+from threading import Lock
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ LEAST_NBYTES, MOST_NBYTES = 1 << 26, 1 << 28
 
 N_ELEMENTS, N_ROUNDS = 2048, 3
 
+_lock = Lock()
+
 
 class Ahead(NamedTuple):
     """How to prefetch a weight.
@@ -59,15 +62,16 @@ def ahead(library: Library, dtype: str, is_interleaved: bool) -> Ahead:
     """
     if (fixed := env.text("GGMLB_PREFETCH")) is not None:
         return _parsed(fixed)
-    known = choices(library)
     key = _key(dtype, is_interleaved)
-    if key not in known:
-        if _key(*MACHINE) not in known:
-            known[_key(*MACHINE)] = _measured(library, *MACHINE, HINTS)
+    with _lock:  # threads would disturb each other's measurements
+        known = choices(library)
         if key not in known:
-            known[key] = _measured(library, dtype, is_interleaved, (known[_key(*MACHINE)].hint,))
-        disk_cache.save(library.path("prefetching", "json"), json.dumps(known).encode())
-    return known[key]
+            if _key(*MACHINE) not in known:
+                known[_key(*MACHINE)] = _measured(library, *MACHINE, HINTS)
+            if key not in known:
+                known[key] = _measured(library, dtype, is_interleaved, (known[_key(*MACHINE)].hint,))
+            disk_cache.save(library.path("prefetching", "json"), json.dumps(known).encode())
+        return known[key]
 
 
 @cache
