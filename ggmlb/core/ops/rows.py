@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, divides, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.sharding import MIRRORED, ShardOutcome, States
 from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.core.context import Context
 
 _ROWS = "contiguous within its rows"
 
@@ -106,12 +111,21 @@ def _shard_set_rows(node: Tensor, states: States) -> ShardOutcome | None:
     return ShardOutcome(into, (into, MIRRORED, into)) if into.is_cut and into.axis == 0 else None
 
 
+# -- gradients ---
+
+
+def _back_get_rows_back(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    """Return the rows of the result's gradient, and zeros for rows that have no number."""
+    rows, n = c.get_rows(grad, node.operand(1)), node.operand(0).ne[1]
+    return rows if rows.ne[1] == n else c.pad(rows, 0, n - rows.ne[1], 0, 0)
+
+
 SPECS = (
     OpSpec(
         Op.GET_ROWS,
         backward={0: lambda c, t, g: c.get_rows_back(g, t.operand(1), t.operand(0))},
         shard=_shard_get_rows,
     ),
-    OpSpec(Op.GET_ROWS_BACK, backward={0: lambda c, t, g: c.get_rows(g, t.operand(1))}),
+    OpSpec(Op.GET_ROWS_BACK, backward={0: _back_get_rows_back}),
     OpSpec(Op.SET_ROWS, shard=_shard_set_rows),
 )
