@@ -296,9 +296,11 @@ def test_the_answer_to_an_interrupted_trial_is_not_taken_for_the_next_ones(
     monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(trust, "CPU_LIMIT_S", 60)  # of all threads; far later than the interrupt
     judge, ctx = Judge(), Context()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         judge.verdict(device, endless())
+    signal.signal(signal.SIGINT, before)
     assert judge.verdict(device, ctx.sqr(ctx.new_tensor("f32", (8, 3)))) is None
     judge.close()
 
