@@ -326,13 +326,13 @@ def test_no_trial_is_left_when_the_process_is_killed(device: Any, tmp_path: Path
         return found
 
     def until(condition: Callable[[], bool]) -> bool:
-        end = monotonic() + 20
+        end = monotonic() + 60
         while not (found := condition()) and monotonic() < end:
             sleep(0.05)
         return found
 
     try:  # one that waits, and one that computes
-        assert until(lambda: len(times := seconds()) == 2 and min(times) > 0.3)
+        assert until(lambda: len(times := seconds()) == 2 and max(times) > 1)
     finally:
         user.kill()
         user.wait()
