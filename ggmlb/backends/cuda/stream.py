@@ -63,7 +63,8 @@ class Stream:
             with self._driver.on(self.device):
                 event = self._driver.event_new()
         with self.lock:
-            self._driver.event_record(event, self.handle)
+            if self.handle:  # else its work is done, as is an event that was not recorded
+                self._driver.event_record(event, self.handle)
         return event
 
     def unmark(self, event: int) -> None:
@@ -71,9 +72,9 @@ class Stream:
         self._marks.append(event)
 
     def is_idle(self) -> bool:
-        """Whether all of the stream's queued work is done."""
+        """Whether all of the stream's queued work is done; also once it is freed, by another thread."""
         with self.lock:
-            return self._driver.stream_done(self.handle)
+            return not self.handle or self._driver.stream_done(self.handle)
 
     def wait_for(self, others: Iterable[Stream]) -> None:
         """Queue a wait: later work of this stream starts after the work queued so far on the `others`."""
@@ -93,8 +94,8 @@ class Stream:
 
     def free(self) -> None:
         """Release the CUDA stream; its work must be done."""
-        handle, self.handle = self.handle, 0
-        with self._driver.on(self.device):
+        with self._driver.on(self.device), self.lock:  # other threads may ask whether it is idle
+            handle, self.handle = self.handle, 0
             for event in self._marks:
                 self._driver.event_free(event)
             self._marks.clear()
