@@ -146,6 +146,9 @@ def test_a_text_has_the_form_that_was_asked_for(streamed: bool) -> None:
                 "A pet:", max_tokens=60, seed=seed, grammar='root ::= ("cat" | "dog") " 1"+ "."'
             )
             assert re.fullmatch(r"(cat|dog)( 1+)\.", bnf.text) or bnf.stopped_by == "length", bnf.text
+        lines = {model.vocabulary.tokens.index(text): 100.0 for text in ("\u010a", "\u010a\u010a")}
+        spaced = model.generate("A pet:", max_tokens=60, json_schema=schema, temperature=0, logit_bias=lines)
+        assert "\n\n" in spaced.text and "\n\n\n" not in spaced.text and json.loads(spaced.text)
         assert model.generate("A pet:", grammar='root ::= "cat"', ignore_eos=True).stopped_by == "end"
         with pytest.raises(ArgumentError, match="grammar and json_schema are both given"):
             model.generate("A", grammar='root ::= "a"', json_schema={})

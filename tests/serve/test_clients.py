@@ -63,11 +63,12 @@ def test_openai_streams_and_asks_for_forms_tools_and_embeddings(served: Served) 
     assert stream[-1].usage.completion_tokens == 12
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     person = client.chat.completions.create(
-        model=model.id, messages=HELLO, response_format=form, max_tokens=80
+        model=model.id, messages=HELLO, response_format=form, max_tokens=200, temperature=0
     )
     assert set(json.loads(person.choices[0].message.content)) == {"name", "age"}
     for streamed in (False, True):
-        asked = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 60, "stream": streamed}
+        asked = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 200, "stream": streamed}
+        asked["temperature"] = 0
         found = client.chat.completions.create(model=model.id, messages=HELLO, **asked)
         if streamed:
             deltas = [part.choices[0].delta for part in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 MAX_SOURCE = 1 << 18
 """Longest grammar or schema [characters]."""
+
+WHITESPACE: Final[Any] = {"whitespace_pattern": r"( |\n{1,2}[ \t]{0,20})?"}
+"""What may stand between parts of JSON, as in llama.cpp: small models would go on with empty lines."""
 
 _TOKENIZERS: WeakKeyDictionary[Vocabulary, Any] = WeakKeyDictionary()
 """llguidance's view of vocabularies, which takes some 0.3 s to make."""
@@ -75,7 +78,7 @@ class Grammar:
             if grammar:
                 text = LLMatcher.grammar_from_lark(any_to_lark(grammar))
             else:
-                text = LLMatcher.grammar_from_json_schema(source)
+                text = LLMatcher.grammar_from_json_schema(source, WHITESPACE)
             self._matcher = LLMatcher(_TOKENIZERS[vocabulary], text, log_level=0)
         except Exception as error:  # the parsers have errors of their own
             raise ArgumentError(f"{kind}: {one_line(error)}") from None
