@@ -497,6 +497,8 @@ class _Protocol(H11Protocol):
                 oldest = min(waiting, key=lambda connection: connection._start)
                 oldest.transport.abort()
                 self.connections.discard(oldest)
+            else:
+                self.limit_concurrency = 0  # uvicorn answers 503
         super().connection_made(transport)
         self._watch()
 
@@ -628,7 +630,6 @@ def serve(
     app = create_app(model, name, api_key, LOOPBACK if host in LOOPBACK else (), limits)
     config = uvicorn.Config(
         app, host, port, log_level="warning", timeout_keep_alive=15,
-        limit_concurrency=limits.n_connections + 1,  # the protocol makes room before
         timeout_graceful_shutdown=limits.shutdown_seconds, server_header=False, ws="none",
         http=partial(_Protocol, limits.client_seconds, limits.n_connections),  # type: ignore[arg-type]
     )  # fmt: skip
