@@ -151,7 +151,7 @@ def test_an_open_model_drafts_as_far_as_its_context_goes(files: tuple[Path, Path
             assert model.draft is draft
             result = model.generate(PROMPTS[0], options)
             assert 0 < result.n_drafted < 32
-        assert draft._engine.memory.fits({999: 32})
+        assert not any(draft._engine.memory.length(sequence) for sequence in range(999))
     with (
         TextModel(files[0], ["CPU"], n_ctx=32) as draft,
         draft.session() as session,  # another user of its context
@@ -161,6 +161,29 @@ def test_an_open_model_drafts_as_far_as_its_context_goes(files: tuple[Path, Path
         again = model.generate(PROMPTS[0], options)
         assert again.n_drafted == 0
     assert again.tokens == result.tokens
+
+
+def test_idle_drafts_make_room_for_other_users_of_an_open_model(files: tuple[Path, Path]) -> None:
+    """The drafts used last stay; a full context takes prompts, sessions and jobs of the smaller model."""
+    options = Options(max_tokens=12, temperature=0, ignore_eos=True)
+    with (
+        TextModel(files[0], ["CPU"], n_ctx=64) as draft,
+        TextModel(files[0], ["CPU"], n_ctx=256, draft=draft) as model,
+    ):
+        alone = [draft.generate(prompt, options).tokens for prompt in PROMPTS]
+        for prompt in PROMPTS[:2]:
+            assert model.generate(prompt, options).n_drafted
+        cells = draft._engine.memory.cells
+        assert cells is not None and len(cells.idle) == 2
+        last = list(cells.idle)[1]
+        assert draft.generate(PROMPTS[2], options).tokens == alone[2] and list(cells.idle) == [last]
+        assert draft.logits([1] * 64).shape[0] == 64 and not cells.idle
+        assert model.generate(PROMPTS[3], options).n_drafted and cells.idle
+        with draft.session() as session, draft.queue() as queue:
+            assert session.generate(PROMPTS[3], options).tokens == alone[3]
+            job = queue.submit(PROMPTS[4], options)
+            assert job.wait(600).tokens == alone[4] and not cells.idle
+            assert model.generate(PROMPTS[0], options).tokens == alone[0]
 
 
 def test_what_cannot_draft_is_refused(

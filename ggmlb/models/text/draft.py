@@ -99,16 +99,25 @@ class ModelDrafts:
     def __init__(self, engine: Engine, n_vocab: int, n_known: int) -> None:
         self._engine = engine
         self._n_vocab, self._n_known = n_vocab, n_known
-        # By the model's sequence, least recently used first: the smaller model's, and its tokens.
+        assert engine.memory.cells is not None  # no model with recurrent states drafts
+        self._idle = engine.memory.cells.idle
+        # By the model's sequence: the smaller model's, which is idle between drafts, and its tokens.
         self._kept: dict[int, tuple[int, list[int]]] = {}
 
     def __call__(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Return for each request a draft of at most that many tokens; empty where there is no room."""
         with self._engine.lock:
+            self._kept = {key: kept for key, kept in self._kept.items() if kept[0] in self._idle}
+            busy = {request.sequence for request in requests}
+            kept = [self._sequence(request, busy) for request in requests]
+            for sequence, _ in kept:
+                self._idle.pop(sequence, None)
             try:
-                return self._draft(requests, counts)
-            except AllocationError:  # other users of the smaller model leave no room
+                return self._draft(requests, counts, kept)
+            except AllocationError:  # the device lacks room
                 return [[] for _ in requests]
+            finally:
+                self._idle |= dict.fromkeys(sequence for sequence, tokens in kept if tokens)
 
     def free(self) -> None:
         """Remove the sequences of all drafts from the smaller model's KV cache."""
@@ -116,12 +125,12 @@ class ModelDrafts:
             while self._kept:
                 self._engine.memory.remove(self._kept.popitem()[1][0])
 
-    def _draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+    def _draft(
+        self, requests: Sequence[Request], counts: Sequence[int], kept: Sequence[tuple[int, list[int]]]
+    ) -> list[list[int]]:
         decode, drafts = self._engine.decoder.likeliest, [list[int]() for _ in requests]
-        busy = {request.sequence for request in requests}
-        kept = [self._sequence(request, busy) for request in requests]
         most = [len(request.tokens) + n for request, n in zip(requests, counts, strict=True)]
-        if not self._make_room(dict(zip((sequence for sequence, _ in kept), most, strict=True))):
+        if not self._engine.memory.fits(dict(zip((sequence for sequence, _ in kept), most, strict=True))):
             return drafts
         batch: list[Token] = []
         going: list[int] = []
@@ -132,11 +141,11 @@ class ModelDrafts:
             if max(tokens[n:]) >= self._n_known:
                 continue
             new = [Token(t, sequence, j, j == len(tokens) - 1) for j, t in enumerate(tokens[n:], n)]
+            known += tokens[n:]
             alone = new[:-1] if len(new) > 2 else []
             for start in range(0, len(alone), N_BATCH):
                 decode(alone[start : start + N_BATCH], 0)
             batch += new[len(alone) :]
-            known += tokens[n:]
             going.append(i)
         samplers = [request.guesser() for request in requests]
         while batch:
@@ -169,18 +178,6 @@ class ModelDrafts:
                 found = self._kept.pop(key)
         self._kept[request.sequence] = found
         return found
-
-    def _make_room(self, needs: dict[int, int]) -> bool:
-        """Whether sequences fit the context, if need be without others."""
-        memory = self._engine.memory
-        if sum(needs.values()) > memory.n_cells:
-            return False
-        while not memory.fits(needs):
-            unused = next((key for key, (sequence, _) in self._kept.items() if sequence not in needs), None)
-            if unused is None:
-                return False
-            memory.remove(self._kept.pop(unused)[0])
-        return True
 
 
 def check_rewinds(config: TextConfig) -> None:

@@ -137,6 +137,7 @@ class KvCache(MemoryPart):
         keys: By layer, `[n_key * n_head_kv, n_cells + SPARE]`.
         values: By layer, `[n_value * n_head_kv, n_cells + SPARE]`; none where keys hold the values.
         n_used: Number of cells up to the last one in use.
+        idle: Sequences that are removed to make room, in the order of the keys.
 
     Raises:
         ArgumentError: The type's blocks do not divide a head.
@@ -158,6 +159,7 @@ class KvCache(MemoryPart):
         super().__init__(homes, n_cells, dtype, kinds)
         self.keys, self.values = self.tensors["cache_k"], self.tensors.get("cache_v", {})
         self.n_used = 0
+        self.idle: dict[int, None] = {}
         self._first_free = 0  # no cell before it is free
         self._rows: dict[tuple[int, int], _MaskRow] = {}
         self.sequence = np.full(n_cells, FREE, np.int32)
@@ -167,7 +169,7 @@ class KvCache(MemoryPart):
     # -- cells ---------------------------------------------------------------------------------
 
     def find_cells(self, n: int) -> npt.NDArray[np.int64]:
-        """Return the indices of `n` free cells, without occupying them.
+        """Return the indices of `n` free cells, without occupying them; idle sequences make room.
 
         Raises:
             AllocationError: Fewer cells are free.
@@ -175,6 +177,9 @@ class KvCache(MemoryPart):
         first = self._first_free
         free = np.flatnonzero(self.sequence[first : first + n] == FREE) + first
         if free.size < n:
+            free = np.flatnonzero(self.sequence == FREE)[:n]
+        while free.size < n and self.idle:
+            self.remove(next(iter(self.idle)))
             free = np.flatnonzero(self.sequence == FREE)[:n]
         if free.size < n:
             raise AllocationError(
@@ -251,12 +256,14 @@ class KvCache(MemoryPart):
 
     def remove(self, sequence: int, start: int = 0) -> int:
         """Free a sequence's cells from position `start` on; return the number of tokens that remain."""
+        if not start:
+            self.idle.pop(sequence, None)
         self.release((self.sequence == sequence) & (self.position >= start))
         return self.length(sequence)
 
     def fits(self, needs: Mapping[int, int]) -> bool:
-        """Whether sequences fit beside the cached ones; `needs`: maximum tokens by sequence number."""
-        held = (self.sequence != FREE) & ~np.isin(self.sequence, list(needs))
+        """Whether sequences fit beside all but the idle ones; `needs`: maximum tokens by sequence number."""
+        held = (self.sequence != FREE) & ~np.isin(self.sequence, [*needs, *self.idle])
         return sum(needs.values()) + int(np.count_nonzero(held)) <= self.n_cells
 
     def mask(
