@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Context, RopeType, Tensor
-from ggmlb.models.text.blocks.block import Block, Slices, Weight
+from ggmlb.models.text.blocks.block import Block, Slices, Weight, split_heads
 
 if TYPE_CHECKING:
     from ggmlb.models.text.graph import LayersGraph
@@ -209,12 +209,7 @@ class Attention(Block):
             q, k, v = (ctx.reshape_3d(y, *size, n) for y, size in zip(rows, sizes, strict=False))
             return q, k, v
         fused = graph.product(at + "attn_qkv", x)
-        row, element = fused.nb[1], fused.nb[0]
-        starts = (0, self.n_key * self.n_head, self.n_key * (self.n_head + self.n_head_kv))
-        q, k, v = (
-            ctx.view_3d(fused, *size, n, size[0] * element, row, start * element)
-            for size, start in zip(sizes, starts, strict=True)
-        )
+        q, k, v = split_heads(ctx, fused, sizes)
         return (q, k, ctx.cont(v)) if self.rope else (ctx.cont(q), ctx.cont(k), ctx.cont(v))
 
 

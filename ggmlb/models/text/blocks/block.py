@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from ggmlb import Tensor
+    from ggmlb import Context, Tensor
     from ggmlb.models.text.graph import LayersGraph
 
 
@@ -45,6 +45,15 @@ class Weight(NamedTuple):
     kind: Literal["product", "matrix", "vector"] = "vector"
     slices: Slices | None = None
     is_optional: bool = False
+
+
+def split_heads(ctx: Context, x: Tensor, sizes: Iterable[tuple[int, int]]) -> list[Tensor]:
+    """Return views of consecutive parts of rows: for each `(n, n_head)`, `[n, n_head, *x.ne[1:3]]`."""
+    found, start = [], 0
+    for n, n_head in sizes:
+        found.append(ctx.view_4d(x, n, n_head, *x.ne[1:3], n * x.nb[0], *x.nb[1:3], start * x.nb[0]))
+        start += n * n_head
+    return found
 
 
 def norm_weights(name: str, n: int) -> list[Weight]:

@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from ggmlb.models.text.graph import LayersGraph
 
 
+def after_state(graph: LayersGraph, layer: int, state: str, x: Tensor, axis: int) -> Tensor:
+    """Return 3-D inputs after those in a state, along `axis` (0 or 1); the state gets the last ones."""
+    ctx, table, ne = graph.ctx, graph.states(layer, state), [*x.ne[:3]]
+    ne[axis] = table.ne[0] // ne[1 - axis]
+    kept = ctx.reshape_3d(ctx.get_rows(table, graph.slots), *ne)
+    seen = ctx.concat(kept, x, axis)
+    last = ctx.view_3d(seen, *kept.ne[:3], seen.nb[1], seen.nb[2], x.ne[axis] * seen.nb[axis])
+    graph.keep(table, ctx.cont(last))
+    return seen
+
+
 def convolve(graph: LayersGraph, layer: int, x: Tensor, name: str) -> Tensor:
     """Return the convolution of each channel with its last inputs, which the state `state_conv` keeps.
 
@@ -29,14 +40,7 @@ def convolve(graph: LayersGraph, layer: int, x: Tensor, name: str) -> Tensor:
     """
     ctx, at = graph.ctx, f"blk.{layer}.{name}"
     kernel, bias = graph.weights[f"{at}.weight"], graph.weights.get(f"{at}.bias")
-    n_channels, n_tokens, n_sequences = x.ne[:3]
-    n_kept = kernel.ne[0] - 1
-    table = graph.states(layer, "state_conv")
-    kept = ctx.reshape_3d(ctx.get_rows(table, graph.slots), n_kept, n_channels, n_sequences)
-    seen = ctx.concat(kept, ctx.cont(ctx.transpose(x)), 0)
-    last = ctx.view_3d(seen, n_kept, n_channels, n_sequences, seen.nb[1], seen.nb[2], n_tokens * seen.nb[0])
-    graph.keep(table, ctx.cont(last))
-    y = ctx.ssm_conv(seen, kernel)
+    y = ctx.ssm_conv(after_state(graph, layer, "state_conv", ctx.cont(ctx.transpose(x)), 0), kernel)
     return y if bias is None else ctx.add(y, bias)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ggmlb import Tensor
-from ggmlb.models.text.blocks.block import Recurrent, Weight
+from ggmlb.models.text.blocks.block import Recurrent, Weight, split_heads
 from ggmlb.models.text.blocks.convolution import convolve
 
 if TYPE_CHECKING:
@@ -88,12 +88,9 @@ class GatedDelta(Recurrent):
         found = ctx.reshape_3d(graph.product(at + "attn_qkv", x), self.n_channels, *sizes)
         seen = ctx.silu(convolve(graph, layer, found, "ssm_conv1d"))
         seen = graph.label(at + "ssm_conv", seen)
-        parts, start = [], 0
-        for n in (self.n_head_k, self.n_head_k, self.n_head):
-            row = self.n_state * seen.nb[0]
-            parts.append(ctx.view_4d(seen, self.n_state, n, *sizes, row, seen.nb[1], seen.nb[2], start * row))
-            start += n
-        query, key, value = self._unit(graph, parts[0]), self._unit(graph, parts[1]), parts[2]
+        heads = ((self.n_state, n) for n in (self.n_head_k, self.n_head_k, self.n_head))
+        query, key, value = split_heads(ctx, seen, heads)
+        query, key = self._unit(graph, query), self._unit(graph, key)
         y = self._rule(graph, layer, query, key, value, decay, strength)
         y = graph.norm(at + "ssm_norm", y, self.n_head, self.n_state)
         gate = ctx.reshape_4d(graph.product(at + "attn_gate", x), *y.ne)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ggmlb import Tensor
-from ggmlb.models.text.blocks.block import Recurrent, Weight
+from ggmlb.models.text.blocks.block import Recurrent, Weight, split_heads
 from ggmlb.models.text.blocks.convolution import convolve
 
 if TYPE_CHECKING:
@@ -76,19 +76,12 @@ class Mamba(Recurrent):
         """The selective scan: `[n_inner, n_tokens, n_sequences]`."""
         ctx, w, at, (n_tokens, n_sequences) = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
         found = graph.product(at + "ssm_x", ctx.reshape_2d(x, self.n_inner, n_tokens * n_sequences))
-        end = self.n_dt + self.n_state
-        parts = [found[..., : self.n_dt], found[..., self.n_dt : end], found[..., end:]]
+        found = ctx.reshape_3d(found, found.ne[0], n_tokens, n_sequences)
+        dt, b, c = split_heads(ctx, found, ((self.n_dt, 1), (self.n_state, 1), (self.n_state, 1)))
         if self.normalizes:
-            parts = [ctx.rms_norm(part, graph.config.eps) for part in parts]
-        dt = graph.product(at + "ssm_dt", ctx.cont(parts[0]))
+            dt, b, c = (ctx.rms_norm(part, graph.config.eps) for part in (dt, b, c))
+        dt = graph.product(at + "ssm_dt", ctx.reshape_2d(ctx.cont(dt), self.n_dt, n_tokens * n_sequences))
         dt = ctx.reshape_3d(dt, self.n_inner, n_tokens, n_sequences)
-        b, c = (
-            ctx.view_4d(
-                part, self.n_state, 1, n_tokens, n_sequences,
-                part.ne[0] * part.nb[0], part.nb[1], n_tokens * part.nb[1],
-            )
-            for part in parts[1:]
-        )  # fmt: skip
         table = graph.states(layer, "state_scan")
         states = ctx.reshape_4d(table, self.n_state, 1, self.n_inner, table.ne[1])
         inputs = ctx.reshape_4d(x, 1, self.n_inner, n_tokens, n_sequences)
@@ -168,14 +161,8 @@ class Mamba2(Recurrent):
     def _scan(self, graph: LayersGraph, layer: int, x: Tensor, dt: Tensor) -> Tensor:
         """The selective scan, `[n_inner, n_tokens, n_sequences]`; rows of `x` are the inputs, B and C."""
         ctx, w, at, sizes = graph.ctx, graph.weights, f"blk.{layer}.", graph.sizes
-        size, element = self.n_inner // self.n_head, x.nb[0]
-        start = 0
-        parts = []
-        for n, n_rows in ((size, self.n_head), (self.n_state, self.n_group), (self.n_state, self.n_group)):
-            part = ctx.view_4d(x, n, n_rows, *sizes, n * element, x.nb[1], x.nb[2], start * element)
-            parts.append(part)
-            start += n * n_rows
-        inputs, b, c = parts
+        size, shared = self.n_inner // self.n_head, (self.n_state, self.n_group)
+        inputs, b, c = split_heads(ctx, x, ((size, self.n_head), shared, shared))
         table = graph.states(layer, "state_scan")
         states = ctx.reshape_4d(table, self.n_state, size, self.n_head, table.ne[1])
         packed = ctx.ssm_scan(states, inputs, dt, w[at + "ssm_a"], b, c, graph.slots)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb import Tensor
 from ggmlb.models.text.blocks.block import Recurrent, Weight, norm_weights
+from ggmlb.models.text.blocks.convolution import after_state
 
 if TYPE_CHECKING:
     from ggmlb.models.text.graph import LayersGraph
@@ -32,14 +33,10 @@ def difference(graph: LayersGraph, layer: int, state: str, x: Tensor) -> Tensor:
     Returns:
         Of the shape of `x`.
     """
-    ctx, n, (n_tokens, n_sequences) = graph.ctx, x.ne[0], graph.sizes
-    table = graph.states(layer, state)
-    own = ctx.reshape_3d(x, n, n_tokens, n_sequences)
-    kept = ctx.reshape_3d(ctx.get_rows(table, graph.slots), n, 1, n_sequences)
-    seen = ctx.concat(kept, own, 1)
-    last = ctx.view_3d(seen, n, 1, n_sequences, seen.nb[1], seen.nb[2], n_tokens * seen.nb[1])
-    graph.keep(table, ctx.cont(last))
-    before = ctx.view_3d(seen, n, n_tokens, n_sequences, seen.nb[1], seen.nb[2], 0)
+    ctx = graph.ctx
+    own = ctx.reshape_3d(x, x.ne[0], *graph.sizes)
+    seen = after_state(graph, layer, state, own, 1)
+    before = ctx.view_3d(seen, *own.ne[:3], seen.nb[1], seen.nb[2], 0)
     return ctx.reshape_2d(ctx.sub(before, own), *x.ne[:2])
 
 
