@@ -125,9 +125,7 @@ DraftOption = Annotated[
         help="Smaller model of the same vocabulary, which drafts tokens that the model verifies together.",
     ),
 ]
-DraftMaxOption = Annotated[
-    int | None, count("--draft-max", help="Maximum number of tokens of a draft (default: 3).")
-]
+DraftMaxOption = Annotated[int, count("--draft-max", help="Maximum number of tokens of a draft.")]
 LoraOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -176,7 +174,7 @@ def open_model(
     fit: FitOption = True,
     lora: LoraOption = None,
     draft: DraftOption = None,
-    draft_max: DraftMaxOption = None,
+    draft_max: DraftMaxOption = 3,
     ubatch: UbatchOption = None,
     threads: ThreadsOption = None,
     address: AddressOption = None,
@@ -202,7 +200,7 @@ def open_model(
         n_ubatch=ubatch,
         adapters=[file_and_scale(option) for option in lora or ()],
         draft=draft,
-        n_draft=draft_max or 3,
+        n_draft=draft_max,
     )
     if opened.n_ctx > (n := opened.config.n_ctx_train):
         plain.note(f"the context of {opened.n_ctx:,} tokens exceeds the {n:,} that the model was trained for")

@@ -43,7 +43,7 @@ def test_a_prefix_is_computed_once(models: Callable[..., Path], kind: str) -> No
             assert [job.wait(600).tokens for job in at_once] == alone
             again = queue.submit([*prompts[0], *alone[0], 265], max_tokens=1, ignore_eos=True)
             again.wait(600)
-        if kind == "mamba":  # states of running sequences are not shared, and these have no marks
+        if kind == "mamba":  # states of running sequences are not shared, and these have no checkpoints
             assert [job.n_reused for job in at_once] == [0, 0, 0]
         else:
             assert [job.n_reused for job in at_once] == [0, 31, 31]

@@ -55,8 +55,8 @@ def test_a_prompt_is_queued_batch_by_batch(
                     )
             assert not waits
             found = decoder.decode(tokens_of(sequence, PROMPT[160:], 160))
-            marks = model._loaded.memory.slots is not None  # the states before the last tokens are copied
-            assert len(waits) == 1 + marks
+            has_states = model._loaded.memory.slots is not None  # a checkpoint waits
+            assert len(waits) == 1 + has_states
             assert np.abs(found - expected).max() < 2e-2
 
 

@@ -344,8 +344,8 @@ def test_states_return_to_the_end_of_an_earlier_prompt(
             for turn, expected in zip(turns, alone, strict=True):
                 kept.append(memory.reachable(session._sequence, n_equal(session.tokens, turn, len(turn) - 1)))
                 assert session.generate(turn, options).tokens == expected
-            assert kept == [0, 32, 32, 0], "the mark of the first prompt, of 40, serves twice"
-        assert not memory.slots._marks, "marks end with their sequence"
+            assert kept == [0, 32, 32, 0], "the checkpoint of the first prompt, of 40, serves twice"
+        assert not memory.slots._checkpoints, "checkpoints end with their sequence"
         with model.queue() as queue:
             jobs = []
             for turn, expected in zip(turns, alone, strict=True):
@@ -354,7 +354,7 @@ def test_states_return_to_the_end_of_an_earlier_prompt(
             assert [job.n_reused for job in jobs] == [0, 32, 32, 0]
 
 
-def test_the_oldest_mark_makes_room(models: Callable[..., Path]) -> None:
+def test_the_oldest_checkpoint_makes_room(models: Callable[..., Path]) -> None:
     options = Options(max_tokens=1, temperature=0)
     with TextModel(models("mamba"), ["CPU"], n_ctx=1024) as model:
         slots = model._loaded.memory.slots
@@ -367,8 +367,8 @@ def test_the_oldest_mark_makes_room(models: Callable[..., Path]) -> None:
         sessions[3].close()
         assert [slots.reachable(s._sequence, 39) for s in sessions] == [0, 0, 32, 0, 32, 32]
         model.logits(PROMPT)
-        model.generate(PROMPT[:20], options)  # too short for a mark
-        assert len(slots._marks) == 3
+        model.generate(PROMPT[:20], options)  # too short for a checkpoint
+        assert len(slots._checkpoints) == 3
 
 
 def model_alone(path: Path, prompt: list[int], options: Options) -> list[int]:

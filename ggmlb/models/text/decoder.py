@@ -64,7 +64,7 @@ Traced = Mapping[str, list[Array]]
 """Lists to which values of nodes are appended, by name."""
 
 N_TAIL = 8
-"""Tokens of a prompt after its states are marked."""
+"""Tokens of a prompt after the checkpoint of its states."""
 
 
 class Token(NamedTuple):
@@ -89,12 +89,12 @@ class BatchStep(NamedTuple):
     Attributes:
         places: Their indices in the batch, one sequence after the other.
         sequences: If layers are recurrent: the sequences, each of which has the same number of tokens.
-        marked: Sequences whose states are marked before the step.
+        checkpoints: Sequences whose states are copied before the step.
     """
 
     places: npt.NDArray[np.int64]
     sequences: tuple[int, ...] = ()
-    marked: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
 
 
 class Decoder:
@@ -199,11 +199,11 @@ class Decoder:
 
         Args:
             batch: As for `decode`.
-            k: Of how many of the most likely tokens logits are needed; 0: of all.
+            k: Number of most likely tokens whose logits are needed; 0: all.
 
         Returns:
-            `CANDIDATE`s by ascending number, shape `(n, N_BEST)`, all finite, which are among others all
-            tokens with a logit of at least the `k`-th largest; or logits, shape `(n, n_vocab)`.
+            `CANDIDATE`s by ascending number, shape `(n, N_BEST)`, all finite: they include all tokens with a
+            logit of at least the `k`-th largest. Or all logits, shape `(n, n_vocab)`.
         """
         if len(batch) == 1 and batch[0].wants_logits:
             return self._next(batch[0], k)
@@ -385,7 +385,7 @@ class Decoder:
             for step in self._steps(sequences, wants):
                 part = step.places
                 if memory.slots:
-                    memory.slots.mark(step.marked)
+                    memory.slots.checkpoint(step.checkpoints)
                 chosen = np.flatnonzero(wants[part]).astype(np.int32)
                 tokens = ids[part], sequences[part], positions[part], cells[part]
                 graph = self._graph(*tokens, step.sequences, chosen, n_kv, weighed)
@@ -412,7 +412,7 @@ class Decoder:
     def _steps(self, sequences: npt.NDArray[np.int32], wants: npt.NDArray[np.bool_]) -> Iterator[BatchStep]:
         """Yield the steps of a batch, given the sequence of each token, and whether it has outputs.
 
-        States are marked before the last tokens of a prompt: those of a chat's next prompt often differ.
+        Checkpoints are made before the last tokens of a prompt: those of a chat's next prompt often differ.
         """
         n, start = len(sequences), 0
         if self._memory.slots is None:
@@ -427,15 +427,15 @@ class Decoder:
         prompts = {s: p for s, p in left.items() if len(p) > 1 and wants[p[-1]] and wants[p].sum() == 1}
         ends = {s: p[-N_TAIL:] for s, p in prompts.items()}
         starts = {s: rest for s, p in left.items() if (rest := p[:-N_TAIL] if s in ends else p)}
-        for part, marked in ((starts, ()), (ends, (*ends,))):
+        for part, checkpoints in ((starts, ()), (ends, (*ends,))):
             while part:
                 most = min(max(map(len, part.values())), self._n_ubatch or n)
                 n_tokens = 1 << (most.bit_length() - 1)
                 step = {s: places[:n_tokens] for s, places in part.items() if len(places) >= n_tokens}
                 part = {s: rest for s, p in part.items() if (rest := p[n_tokens:] if s in step else p)}
                 places = np.array([i for places in step.values() for i in places])
-                yield BatchStep(places, tuple(step), marked)
-                marked = ()
+                yield BatchStep(places, tuple(step), checkpoints)
+                checkpoints = ()
 
     def _fail(self, cells: npt.NDArray[np.int64] | None = None, sequences: Collection[int] = ()) -> None:
         """Remove what the queued steps wrote, and a failed batch, of which `cells` and `sequences` are given.

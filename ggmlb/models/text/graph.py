@@ -79,8 +79,8 @@ class LayersGraph(StepGraph):
         """
         if name not in self.named:
             raise ArgumentError(
-                f"layers of {self.config.name} read {name!r}, so that none can be computed from hidden "
-                "states alone: compare the models with max_tokens=0"
+                f"layers of {self.config.name} read {name!r} beside hidden states, and cannot be computed "
+                "from these alone; compare the models with max_tokens=0"
             )
         return self.named[name].tensor
 

@@ -93,12 +93,12 @@ class SequenceMemory:
         return min(part.length(sequence) for part in self.parts)
 
     def reachable(self, sequence: int, most: int) -> int:
-        """Return how many of the first `most` tokens of a sequence another one can begin with."""
+        """Return the length of the longest prefix, at most `most` tokens, that can be copied."""
         most = min(most, self.length(sequence))
         return most if self.slots is None else self.slots.reachable(sequence, most)
 
     def advance(self, sequences: Sequence[int], n: int) -> None:
-        """Count `n` tokens, as many of each of the sequences, as included in their recurrent states."""
+        """Add `n` tokens, the same number for each sequence, to the lengths of their recurrent states."""
         if self.slots is not None:
             for sequence in sequences:
                 self.slots.advance(sequence, n // len(sequences))
@@ -110,7 +110,7 @@ class SequenceMemory:
     def remove(self, sequence: int, start: int = 0) -> int:
         """Remove a sequence's tokens from position `start` on; return the number of tokens that remain.
 
-        With recurrent states, as many remain as present or marked ones (`StateCache.mark`) include.
+        With recurrent states, those of the longest checkpoint remain (`StateCache.checkpoint`).
         """
         for part in reversed(self.parts):  # states first: they decide
             start = part.remove(sequence, start)

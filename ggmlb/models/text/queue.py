@@ -273,7 +273,7 @@ class JobQueue:
     def _best_source(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Return the length of the longest prefix of a prompt that a sequence has, and the sequence.
 
-        With recurrent states, only finished sequences count, up to their present or marked states.
+        With recurrent states, only finished sequences count, as they are or at a checkpoint.
         """
         memory, most = self._engine.memory, len(tokens) - 1
         if memory.slots is not None:

@@ -213,7 +213,7 @@ class Sampler:
 
     @property
     def n_best(self) -> int:
-        """Of how many of the most likely tokens logits suffice; 0: of all."""
+        """Number of most likely tokens whose logits are enough to sample; 0: all are needed."""
         s = self._options
         changes_logits = s.logits_processor or self._grammar or s.logit_bias or s.penalises
         if changes_logits or self._is_dry or s.mirostat or s.logprobs:

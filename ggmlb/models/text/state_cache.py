@@ -12,10 +12,10 @@ from ggmlb.core.errors import AllocationError
 from ggmlb.models.text.kv_cache import MemoryPart
 
 N_SLOTS, LEAST_SLOTS, SLOTS_NBYTES = 16, 4, 1 << 29
-"""Most sequences whose states fit at once, the fewest, and the bytes that more than these may take."""
+"""Most and fewest sequences with states at once; limit of their memory, above the fewest [bytes]."""
 
-MIN_MARKED, LEAST_MARKS = 16, 2
-"""Fewest tokens of a marked state; fewest slots for marks, of which there are else a quarter of `n_slots`."""
+MIN_LENGTH, MIN_CHECKPOINTS = 16, 2
+"""Fewest tokens of a sequence with a checkpoint; fewest checkpoints, by default a quarter of `n_slots`."""
 
 
 def n_slots(states: Sequence[Mapping[str, int]]) -> int:
@@ -27,9 +27,9 @@ def n_slots(states: Sequence[Mapping[str, int]]) -> int:
 class StateCache(MemoryPart):
     """The states of each recurrent layer after the last token of each sequence.
 
-    A sequence gets a slot with its first token, whose states are set to 0 then. Of earlier states only marked
-    ones can be restored: `remove` keeps as many tokens as these include. Marks have slots of their own, after
-    the last; a new one replaces the oldest.
+    A sequence gets a slot with its first token, whose states are set to 0 then. A sequence is truncated to
+    its longest checkpoint that is short enough (`remove`), a copy of earlier states. Checkpoints have slots
+    of their own, after those of sequences; a new one replaces the oldest.
 
     Args:
         states: Elements of each state of a sequence, by name, in each layer.
@@ -49,12 +49,12 @@ class StateCache(MemoryPart):
     def __init__(
         self, states: Sequence[Mapping[str, int]], homes: Sequence[Backend], n_cells: int, n_slots: int
     ) -> None:
-        n_marks = max(LEAST_MARKS, n_slots // 4)
-        kinds = [{name: (n, n_slots + 1 + n_marks) for name, n in of_layer.items()} for of_layer in states]
+        n_all = n_slots + 1 + max(MIN_CHECKPOINTS, n_slots // 4)
+        kinds = [{name: (n, n_all) for name, n in of_layer.items()} for of_layer in states]
         super().__init__(homes, n_cells, DType.F32, kinds)
         self.spare = n_slots
-        self._free = list(range(n_slots + 1, n_slots + 1 + n_marks))
-        self._marks: dict[tuple[int, int], int] = {}  # slots by sequence and length, oldest first
+        self._free = list(range(n_slots + 1, n_all))
+        self._checkpoints: dict[tuple[int, int], int] = {}  # slots by sequence and length, oldest first
         self._slots: dict[int, int] = {}
         self._lengths: dict[int, int] = {}
 
@@ -92,17 +92,17 @@ class StateCache(MemoryPart):
         """Count `n` more tokens of a sequence as included in its states."""
         self._lengths[sequence] = self.length(sequence) + n
 
-    def mark(self, sequences: Iterable[int]) -> None:
-        """Keep copies of the present states of sequences, to which `remove` may return."""
+    def checkpoint(self, sequences: Iterable[int]) -> None:
+        """Copy the current states of sequences, to which `remove` may return."""
         for key in ((sequence, self.length(sequence)) for sequence in sequences):
-            if key not in self._marks and key[1] >= MIN_MARKED:
+            if key not in self._checkpoints and key[1] >= MIN_LENGTH:
                 if not self._free:
-                    self._unmark(next(iter(self._marks)))
+                    self._drop(next(iter(self._checkpoints)))
                 self._copy(self._slots[key[0]], self._free[-1])
-                self._marks[key] = self._free.pop()
+                self._checkpoints[key] = self._free.pop()
 
-    def _unmark(self, key: tuple[int, int]) -> None:
-        self._free.append(self._marks.pop(key))
+    def _drop(self, checkpoint: tuple[int, int]) -> None:
+        self._free.append(self._checkpoints.pop(checkpoint))
 
     def _copy(self, source: int, target: int) -> None:
         """Copy the states in a slot to another, on their devices."""
@@ -113,30 +113,30 @@ class StateCache(MemoryPart):
             row.copy_to(copied)
 
     def reachable(self, sequence: int, most: int) -> int:
-        """Return how many tokens, at most `most`, present or marked states of a sequence include."""
-        lengths = [n for s, n in (*self._lengths.items(), *self._marks) if s == sequence and n <= most]
+        """Return the length of the longest state or checkpoint of at most `most` tokens; 0: none."""
+        lengths = [n for s, n in (*self._lengths.items(), *self._checkpoints) if s == sequence and n <= most]
         return max(lengths, default=0)
 
     def remove(self, sequence: int, start: int = 0) -> int:
-        """Return to the last states of at most `start` tokens; return their length, 0 if there are none."""
+        """Truncate to the longest state or checkpoint of at most `start` tokens; return its length."""
         n = self.reachable(sequence, start)
-        for key in [key for key in self._marks if key[0] == sequence and key[1] > n]:
-            self._unmark(key)
+        for key in [key for key in self._checkpoints if key[0] == sequence and key[1] > n]:
+            self._drop(key)
         if not n:
             self._slots.pop(sequence, None)
             self._lengths.pop(sequence, None)
         elif n != self.length(sequence):
-            self._copy(self._marks[sequence, n], self._slots[sequence])
+            self._copy(self._checkpoints[sequence, n], self._slots[sequence])
             self._lengths[sequence] = n
         return n
 
     # -- state ---------------------------------------------------------------------------------
 
     def save(self, sequence: int, n: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """Return a sequence's states by tensor name, as bytes; `n`: the length of marked ones."""
+        """Return a sequence's states by tensor name, as bytes; `n`: those of its checkpoint of `n`."""
         slot = self._slots.get(sequence, self.spare)
         if n is not None and n != self.length(sequence):
-            slot = self._marks[sequence, n]
+            slot = self._checkpoints[sequence, n]
         self.before_access()
         return {tensor.name: tensor.get(slot * tensor.nb[1], tensor.nb[1]) for tensor in self._all}
 
