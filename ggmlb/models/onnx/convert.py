@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,13 +34,6 @@ def onnx_op(*names: str) -> Callable[[Converter], Converter]:
 
 
 # -- elements -----------------------------------------------------------------------------------
-
-
-def _fold(b: Lowering, xs: Sequence[Operand], two: Callable[[Operand, Operand], Shaped]) -> Shaped:
-    result: Operand = xs[0]
-    for x in xs[1:]:
-        result = two(result, x)
-    return b.value(result)
 
 
 def _elu(b: Lowering, x: Operand, alpha: float, inner: float = 1.0) -> Shaped:
@@ -84,8 +78,8 @@ FORMULAS: Final[dict[str, Converter]] = {
     "GreaterOrEqual": lambda b, n, x, y: b.affine(_more(b, y, x), -1.0, 1.0),
     "LessOrEqual": lambda b, n, x, y: b.affine(_more(b, x, y), -1.0, 1.0),
     "Where": lambda b, n, c, x, y: replace(b.select(c, x, y), dtype=x.dtype),
-    "Sum": lambda b, n, *xs: _fold(b, xs, b.add),
-    "Mean": lambda b, n, *xs: b.affine(_fold(b, xs, b.add), 1 / len(xs)),
+    "Sum": lambda b, n, *xs: b.value(functools.reduce(b.add, xs)),
+    "Mean": lambda b, n, *xs: b.affine(functools.reduce(b.add, xs), 1 / len(xs)),
     "Reciprocal": lambda b, n, x: b.div(1.0, x),
     "Tan": lambda b, n, x: b.div(b.unary("sin", x), b.unary("cos", x)),
     "Sinh": lambda b, n, x: b.affine(b.sub(b.unary("expm1", x), b.unary("expm1", b.unary("neg", x))), 0.5),
@@ -111,6 +105,7 @@ FORMULAS: Final[dict[str, Converter]] = {
     "Transpose": lambda b, n, x: b.transpose(x, n.get("perm") or range(x.ndim)[::-1]),
     "Expand": lambda b, n, x, shape: b.expand(x, broadcast("Expand", x.shape, tuple(b.ints(shape)))),
     "Flatten": lambda b, n, x: _flat(b, x, n.get("axis", 1)),
+    "Softmax": lambda b, n, x: _along(b, n, x, lambda rows: b.unary("soft_max", rows)),
 }
 """Ops that are an expression."""
 
@@ -190,8 +185,8 @@ def cast(b: Lowering, n: OnnxNode, x: Operand, like: Maybe = None) -> Results:
 # -- elements: arithmetic and logic -------------------------------------------------------------
 
 
-def _dtype(x: Operand, y: Operand) -> np.dtype[Any]:
-    return x.dtype if isinstance(x, Shaped) else y.dtype
+def _dtype(*xs: Operand) -> np.dtype[Any]:
+    return next((x.dtype for x in xs if isinstance(x, Shaped)), xs[-1].dtype)
 
 
 @onnx_op("Add", "Sub", "Mul", "Div")
@@ -240,8 +235,7 @@ def extreme(b: Lowering, n: OnnxNode, *xs: Operand) -> Results:
                 return b.clamp(one, low=limit) if sign > 0 else b.clamp(one, high=limit)
         return b.select(b.unary("step", b.affine(b.sub(x, y), sign)), x, y)
 
-    dtype = next(x.dtype for x in xs if isinstance(x, Shaped))
-    return replace(_fold(b, xs, two), dtype=dtype)
+    return replace(b.value(functools.reduce(two, xs)), dtype=_dtype(*xs))
 
 
 @onnx_op("IsNaN")
@@ -303,8 +297,7 @@ def tile(b: Lowering, n: OnnxNode, x: Operand, repeats: Operand) -> Results:
 @onnx_op("Concat")
 def concat(b: Lowering, n: OnnxNode, *xs: Operand) -> Results:
     """Joined along an axis."""
-    found = b.concat(xs, normal_axis("Concat", n.get("axis", 1), len(xs[0].shape)))
-    return replace(found, dtype=next(x.dtype for x in xs if isinstance(x, Shaped)))
+    return replace(b.concat(xs, normal_axis("Concat", n.get("axis", 1), xs[0].ndim)), dtype=_dtype(*xs))
 
 
 @onnx_op("Split")
@@ -532,12 +525,6 @@ def _along(b: Lowering, n: OnnxNode, x: Operand, fn: Callable[[Shaped], Shaped])
     return b.along(x, [axis] if n.version >= 13 else list(range(axis, x.ndim)), fn)[0]
 
 
-@onnx_op("Softmax")
-def softmax(b: Lowering, n: OnnxNode, x: Operand) -> Results:
-    """Along an axis."""
-    return _along(b, n, x, lambda rows: b.unary("soft_max", rows))
-
-
 @onnx_op("MaskedSoftmax")
 def masked_softmax(b: Lowering, n: OnnxNode, x: Operand, mask: Maybe = None) -> Results:
     """Of the pattern `softmax(x * scale + mask)`, over the last axis."""
@@ -584,8 +571,7 @@ def layer_norm(b: Lowering, n: OnnxNode, x: Operand, w: Maybe = None, bias: Mayb
 
 def _per_channel(b: Lowering, x: Operand, ndim: int) -> Operand:
     """Return a vector for the channels, axis 1 of `ndim`, as an operand that broadcasts."""
-    shape = (x.shape[0], *(1,) * (ndim - 2))
-    return np.reshape(x, shape) if isinstance(x, np.ndarray) else b.reshape(x, shape)
+    return b.viewed(x, (x.shape[0], *(1,) * (ndim - 2)))
 
 
 @onnx_op("InstanceNormalization", "GroupNormalization")
@@ -638,19 +624,14 @@ def mean_variance_norm(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 @onnx_op("MatMul")
 def matmul(b: Lowering, n: OnnxNode, x: Operand, y: Operand) -> Results:
     """NumPy's matmul; constant matrices are transposed once."""
-    dtype = x.dtype if isinstance(x, Shaped) else y.dtype
     left, right = x.ndim, y.ndim
     if not left or not right:
         raise b.fail("a product with a scalar")
     p = b.reshape(x, (1, *x.shape)) if left == 1 else x
     q = b.reshape(y, (*y.shape, 1)) if right == 1 else y
     out = b.matmul(p, b.swapped(q))
-    shape = list(out.shape)
-    if right == 1:
-        del shape[-1]
-    if left == 1:
-        del shape[-1 if right == 1 else -2]
-    return replace(b.reshape(out, shape), dtype=dtype)
+    *lead, m, k = out.shape
+    return replace(b.reshape(out, (*lead, *[m] * (left > 1), *[k] * (right > 1))), dtype=_dtype(x, y))
 
 
 @onnx_op("Gemm")
@@ -703,14 +684,7 @@ def with_planes(convert: Converter) -> Converter:
             raise b.fail(f"{ndim - 2} spatial axes; 1 or 2 are supported")
 
         def four(v: Operand) -> Operand:
-            shape = (*v.shape[:2], 1, *v.shape[2:])
-            return (
-                v
-                if v.ndim != 3
-                else np.reshape(v, shape)
-                if isinstance(v, np.ndarray)
-                else b.reshape(v, shape)
-            )
+            return v if v.ndim != 3 else b.viewed(v, (*v.shape[:2], 1, *v.shape[2:]))
 
         first = {"strides": [1], "dilations": [1], "kernel_shape": [1], "output_padding": [0], "pads": [0]}
         attrs = {name: [*first.get(name, []), *v] if name in first else v for name, v in n.attrs.items()}
@@ -765,8 +739,8 @@ def _conv(b: Lowering, x: Shaped, w: Operand, place: Any, out: list[int]) -> Sha
     count, (oc, ic, kh, kw) = x.shape[0], w.shape
     shape = (count, oc, *out)
     if kh == kw == math.prod(x.shape[2:]) == 1 and place[2:4] == (0, 0):
-        rows = np.reshape(w, (oc, ic)) if isinstance(w, np.ndarray) else b.reshape(w, (oc, ic))
-        return b.reshape(b.matmul(b.reshape(x, (count, ic)), b.rows(rows)), shape)
+        rows = b.rows(b.viewed(w, (oc, ic)))
+        return b.reshape(b.matmul(b.reshape(x, (count, ic)), rows), shape)
     if (kh, kw) != (1, 1) or place[:4] != (1, 1, 0, 0) or count > 1:
         return b.made(b.ctx.conv_2d_direct(b.value(w).tensor, x.tensor, *place), shape)
     pixels = b.transpose(b.reshape(x, (ic, out[0] * out[1])), (1, 0))

@@ -136,9 +136,7 @@ class Lowering:
     def value(self, x: Operand | float) -> Shaped:
         """Return an operand as a value of f32; constants become leafs."""
         if isinstance(x, Shaped):
-            if x.tensor.dtype is not DType.F32:
-                return replace(x, tensor=self.ctx.cast(x.tensor, "f32"), permuted=None)
-            return x
+            return self._cast(x, DType.F32)
         x = np.asarray(x)
         if x.dtype.kind in "iu" and x.size and max(abs(int(x.max())), abs(int(x.min()))) > 1 << 24:
             raise self.fail("integers beyond 2^24 in a computation")
@@ -147,10 +145,12 @@ class Lowering:
     def indices(self, x: Operand) -> Shaped:
         """Return an operand as a value of i32."""
         if isinstance(x, Shaped):
-            if x.tensor.dtype is not DType.I32:
-                return replace(x, tensor=self.ctx.cast(x.tensor, "i32"), permuted=None)
-            return x
+            return self._cast(x, DType.I32)
         return Shaped(self.weight(x, "i32"), x.shape, x.dtype)
+
+    def _cast(self, x: Shaped, to: DType) -> Shaped:
+        same = x.tensor.dtype is to
+        return x if same else replace(x, tensor=self.ctx.cast(x.tensor, to), permuted=None)
 
     def input(self, name: str, shape: Shape, n_rows: int = 0) -> Tensor:
         """Return the leaf of an input: its values, or (`n_rows`) its values as indices of rows, in i32."""
@@ -258,6 +258,10 @@ class Lowering:
         if math.prod(shape) != math.prod(v.shape):
             raise self.fail(f"shape {v.shape} cannot become {(*shape,)}")
         return replace(self.made(v.tensor, shape, v.dtype), origin=v.origin)
+
+    def viewed(self, x: Operand, shape: Sequence[int]) -> Operand:
+        """Return the elements in another shape; a constant stays one."""
+        return np.reshape(x, shape) if isinstance(x, np.ndarray) else self.reshape(x, shape)
 
     def transpose(self, x: Operand, perm: Sequence[int]) -> Shaped:
         """Return a copy with the axes in another order."""
@@ -414,9 +418,8 @@ class Lowering:
         a = self.value(x)
         if a.shape[-1] != rows.shape[-1]:
             raise self.fail(f"a product of {a.shape} with rows of {rows.shape}")
-        m, n = a.shape[-2], rows.shape[-2]
+        (m, k), n = a.shape[-2:], rows.shape[-2]
         lead = broadcast(self.op, a.shape[:-2], rows.shape[:-2])
-        k = a.shape[-1]
         if math.prod(rows.shape[:-2]) == 1:
             w = self.ctx.reshape_4d(rows.tensor, k, n, 1, 1) if rows.tensor.ne[2:] != (1, 1) else rows.tensor
             flat = self.reshape(a, (math.prod(a.shape[:-1]), k))
@@ -426,8 +429,7 @@ class Lowering:
             left = self.reshape(self.expand(a, (*lead, m, k)), (b, m, k))
             right = self.reshape(self.expand(rows, (*lead, n, k)), (b, n, k))
             t = self.ctx.mul_mat(right.tensor, left.tensor)
-        shape = (*lead, m, n)
-        return self.made(t, shape, a.dtype)
+        return self.made(t, (*lead, m, n), a.dtype)
 
     def result(self, x: Shaped) -> Tensor:
         """Return a tensor of its own for a result of the model."""

@@ -177,19 +177,12 @@ def recognise(body: Body) -> Body:
         if wanted.isdisjoint(node.outputs):
             continue
         kept.append(node)
-        wanted.update(node.inputs)
-        for value in node.attrs.values():
-            if isinstance(value, Body):
-                wanted.update(outer_names(value))
+        wanted |= names_read(node)
     return body._replace(nodes=kept[::-1])
 
 
-def outer_names(body: Body) -> set[str]:
-    """Return the names that a subgraph may take from the graphs around it."""
-    names = set(body.outputs)
-    for node in body.nodes:
-        names.update(node.inputs)
-        for value in node.attrs.values():
-            if isinstance(value, Body):
-                names |= outer_names(value)
-    return names
+def names_read(node: OnnxNode) -> set[str]:
+    """Return the names that a node reads, also in its subgraphs."""
+    bodies = [value for value in node.attrs.values() if isinstance(value, Body)]
+    inner = (names_read(each) for body in bodies for each in body.nodes)
+    return {*node.inputs}.union(*(body.outputs for body in bodies), *inner)

@@ -66,8 +66,7 @@ class TextConfig:
             keys: The metadata.
             layers: The layers.
             norm: Kind of the norms.
-            options: `embedding_scale`, `logit_scale`, `final_softcap`, `output_norm`,
-                `has_embedding_norm`, `n_layer_input`.
+            options: `embedding_scale`, `logit_scale`, `final_softcap`, `output_norm`, `has_embedding_norm`.
 
         Raises:
             ModelError: Metadata is missing or wrong, or a key has a value that is not supported.

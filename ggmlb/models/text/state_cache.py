@@ -133,7 +133,7 @@ class StateCache(MemoryPart):
     # -- state ---------------------------------------------------------------------------------
 
     def save(self, sequence: int, n: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """Return a sequence's states by tensor name, as bytes; `n`: those of its checkpoint of `n`."""
+        """Return a sequence's states by tensor name, as bytes; `n`: of its checkpoint of this length."""
         slot = self._slots.get(sequence, self.spare)
         if n is not None and n != self.length(sequence):
             slot = self._checkpoints[sequence, n]

@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb import RopeType, Tensor
 from ggmlb.models.text.architectures import register_architecture
-from ggmlb.models.text.blocks import (
-    POST,
-    PRE,
-    Attention,
-    Block,
-    Layer,
-    Residual,
-    Weight,
-    attentions,
-    base_in_windows,
-    feed_forwards,
-    windowed,
-)
+from ggmlb.models.text.architectures.gemma2 import gemma
+from ggmlb.models.text.blocks import Attention, Block, Residual, Weight, attentions, base_in_windows, windowed
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.keys import Keys
 
@@ -118,17 +107,9 @@ def gemma4(keys: Keys) -> TextConfig:
     n_own = keys.n_layer - keys.count("attention.shared_kv_layers", 0, 0, keys.n_layer - 1)
     n_input = keys.count("embedding_length_per_layer_input", None, 0)
     own = [Residual("", LayerInput(n_input), "post_norm")] if n_input else []
-    layers = [
-        Layer((Residual(PRE[0], a, POST[0]), Residual(PRE[1], part, POST[1]), *own), has_scale=True)
-        for a, part in zip(_shared(keys, found, n_own), feed_forwards(keys, "geglu"), strict=True)
-    ]
-    return TextConfig.read(
-        keys,
-        layers,
-        embedding_scale=keys.n_embd**0.5,
-        final_softcap=keys.real("final_logit_softcapping", 0.0),
-        n_layer_input=n_input,
-    )
+    config = gemma(keys, _shared(keys, found, n_own), 0.0)
+    layers = (replace(layer, steps=(*layer.steps, *own), has_scale=True) for layer in config.layers)
+    return replace(config, layers=tuple(layers), n_layer_input=n_input)
 
 
 def _shared(keys: Keys, layers: Sequence[Attention], n_own: int) -> list[Attention]:
