@@ -53,7 +53,7 @@ def assign_layers(
 
 
 def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, str]:
-    """Say in words what each of `devices` holds (`"layers 0-2,5, the output"`); `homes`: device by part."""
+    """Describe the parts on each of `devices` (`"layers 0-2,5, the output"`); `homes`: device by part."""
     found = {}
     for device in devices:
         parts = [part for part, home in homes.items() if home == device]

@@ -26,7 +26,7 @@ N_NODES = 64
 """Small nodes of a graph, to measure the time of one."""
 
 LEAST_ROUNDS = 5
-"""Fewest runs, of which the median counts."""
+"""Minimum number of runs; the result is their median."""
 
 BUDGET = 0.1
 """Time for further runs [s], as other programs may load the machine."""

@@ -55,7 +55,7 @@ def tool_calls(text: str, names: Sequence[str]) -> tuple[str, list[dict[str, Any
 
 
 def before_call(text: str, start: int) -> int:
-    """Return where a tool call begins in a text, from `start` on, or what may become the mark of one."""
+    """Return where a tool call, or a prefix of its marker, begins in a text, from `start` on."""
     n = len(text)
     for mark in CALL_MARKS[:2]:
         ends = (k for k in range(min(len(mark) - 1, n - start), 0, -1) if text.endswith(mark[:k]))

@@ -29,7 +29,7 @@ MAX_LOGPROBS: Final = 20
 MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64
 MAX_BIASES: Final = 4096
-"""Bounds on what a request may ask for."""
+"""Limits of a request."""
 
 TOOL_INTRO: Final = (
     "You may call one or more of these functions:\n{tools}\nTo call one, answer only\n"
@@ -144,7 +144,7 @@ def _common(body: JSON, options: Options, prompts: list[list[int]]) -> Asked:
 
 
 def completion(body: JSON, model: TextModel) -> Asked:
-    """Return what a body of `/v1/completions` asks for.
+    """Return the parsed body of `/v1/completions`.
 
     Raises:
         ArgumentError: The body is wrong.
@@ -167,7 +167,7 @@ def completion(body: JSON, model: TextModel) -> Asked:
 
 
 def chat(body: JSON, model: TextModel) -> Asked:
-    """Return what a body of `/v1/chat/completions` asks for.
+    """Return the parsed body of `/v1/chat/completions`.
 
     Raises:
         ArgumentError: The body is wrong.

@@ -37,7 +37,7 @@ POLICY: Final = (
 """What the page may load: only from this server."""
 
 SMALL_BODY: Final = 1 << 16
-"""Bodies up to this size are read and parsed whatever others do [bytes]."""
+"""Bodies up to this size are not subject to `bodies_nbytes`, and are parsed at once [bytes]."""
 
 T = TypeVar("T")
 Piece = tuple[int, str, bool]
@@ -46,7 +46,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what clients may use.
+    """Limits of clients.
 
     Attributes:
         n_requests: Answers that may be computed or waited for at once; of more, clients are told to retry.
@@ -138,7 +138,7 @@ class _Server:
             )
 
     async def _parsed(self, request: Request, parse: Callable[[Mapping[str, Any]], T]) -> T:
-        """Return what `parse` finds in the body, which is not kept; count one more answer as open."""
+        """Return the body parsed by `parse`; count one more open answer. The body is freed."""
         if not request.headers.get("content-type", "").startswith("application/json"):
             raise _RefusedError(415, "send JSON, with the header Content-Type: application/json")
         raw = bytearray()
@@ -336,7 +336,7 @@ class _Run:
                 self._jobs.append(self._server.queue.submit(prompt, options, take, seed=seed))
 
     def cancel(self) -> None:
-        """End what still runs."""
+        """Cancel the generations that are running."""
         for job in self._jobs:
             job.cancel()
 
@@ -402,7 +402,7 @@ class _Run:
 
 
 class _Choice:
-    """One choice of a stream: its text so far, and what of it was sent."""
+    """One choice of a stream: its text so far, and the length that was sent."""
 
     def __init__(self, model: TextModel, asked: requests.Asked, job: Job, index: int) -> None:
         self._model = model

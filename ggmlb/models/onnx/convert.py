@@ -251,7 +251,7 @@ def is_nan(b: Lowering, n: OnnxNode, x: Operand) -> Results:
 
 @onnx_op("Reshape")
 def reshape(b: Lowering, n: OnnxNode, x: Operand, shape: Maybe = None) -> Results:
-    """0 keeps an extent, -1 is what is left."""
+    """0 keeps an extent, -1 is inferred from the others."""
     told = b.ints(shape) if shape is not None else [int(i) for i in n.get("shape", [])]
     if not n.get("allowzero"):
         told = [x.shape[i] if m == 0 and i < x.ndim else m for i, m in enumerate(told)]

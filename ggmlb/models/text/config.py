@@ -60,7 +60,7 @@ class TextConfig:
 
     @classmethod
     def read(cls, keys: Keys, layers: Iterable[Layer], norm: str = "rms", **options: Any) -> TextConfig:
-        """Return the configuration of a file, after its architecture has read what it needs of the metadata.
+        """Return the configuration of a file, after its architecture has read its part of the metadata.
 
         Args:
             keys: The metadata.

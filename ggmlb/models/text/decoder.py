@@ -38,7 +38,7 @@ MOST_NOT_OFFLOADED = 16
 """Largest of `SIZES` at which no device copies weights to multiply by them (`Device.offload_op`)."""
 
 LEAST_PART = 96
-"""Batches below this many tokens are not split, whatever the padding: each part reads all weights."""
+"""Batches below this many tokens are never split to save padding: each part reads all weights."""
 
 MOST_WASTE = 1.2
 """Ratio of padded to real tokens above which a batch is split."""
@@ -438,7 +438,7 @@ class Decoder:
                 checkpoints = ()
 
     def _fail(self, cells: npt.NDArray[np.int64] | None = None, sequences: Collection[int] = ()) -> None:
-        """Remove what the queued steps wrote, and a failed batch, of which `cells` and `sequences` are given.
+        """Remove the tokens of the queued steps, and those of a failed batch (`cells` and `sequences`).
 
         With a KV cache alone, the sequences of the queued steps are lost: see `_check_lost`.
         """

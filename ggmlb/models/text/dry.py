@@ -1,4 +1,4 @@
-"""DRY: a penalty of tokens that would go on with a repetition of earlier ones, as llama.cpp has it."""
+"""DRY: a penalty of tokens that would continue a repetition, as in llama.cpp."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from ggmlb.models.text.sampling import Options
 
 MAX_TEXT, MAX_TAIL = 40, 20
-"""Bytes of a breaker that count, and tokens after its first one."""
+"""Limits of a sequence breaker: its bytes, and its tokens after the first."""
 
 MAX_EXPONENT = float(np.log(np.finfo(np.float32).max))
 
 MOST_PENALTY = 1e38
 
 Breakers = Mapping[int, Sequence[tuple[int, ...]]]
-"""For each token with which a breaker may begin: the tokens that complete it; empty if it has all of it."""
+"""Sequence breakers by first token: the tokens after it; empty if that token has the whole text."""
 
 _BREAKERS: WeakKeyDictionary[Vocabulary, tuple[tuple[str, ...], Breakers]] = WeakKeyDictionary()
 """The breakers used last; they take some 0.1 s to find."""
 
 
 def breakers_of(vocabulary: Vocabulary, texts: Sequence[str]) -> Breakers:
-    """Return the tokens of texts over which repetitions do not go on."""
+    """Return the tokens of sequence breakers, texts that end a repetition."""
     asked = tuple(texts)
     known = _BREAKERS.get(vocabulary)
     if known is not None and known[0] == asked:

@@ -99,7 +99,7 @@ class Request:
         is_session: Whether its tokens stay in the cache when it is done.
         full_by: The limit that `max_tokens` is: `"length"`, or `"context"` if the context is smaller.
         grammar: Masks tokens that are not allowed.
-        breakers: Tokens over which repetitions do not go on.
+        breakers: Sequence breakers of DRY.
 
     Attributes:
         result: The result so far.

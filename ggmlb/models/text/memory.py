@@ -1,4 +1,4 @@
-"""SequenceMemory: what a language model keeps of the earlier tokens of sequences, by layer."""
+"""SequenceMemory: the KV cache and recurrent states of sequences, by layer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SequenceMemory:
         return sum(part.nbytes for part in self.parts)
 
     def wait_by(self, wait: Callable[[], object]) -> None:
-        """Set what is called before the host reads or writes tensors: it waits for queued work."""
+        """Set the function that waits for queued work before the host reads or writes tensors."""
         for part in self.parts:
             part.before_access = wait
 

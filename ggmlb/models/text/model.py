@@ -176,7 +176,7 @@ class TextModel(ModelOnDevices):
         self.load_seconds = perf_counter() - start
 
     def _drafts(self, resources: ExitStack) -> Drafts | ModelDrafts | None:
-        """Return what drafts tokens of requests, after checks; `None` if nothing does."""
+        """Return the drafts of requests, after checks; `None` without `draft`."""
         draft, n_vocab = self.draft, self.config.n_vocab
         if draft is None:
             return None

@@ -211,7 +211,7 @@ class JobQueue:
         self._drop(len(self._kept))
 
     def _step(self) -> None:
-        """Start what fits, compute one batch, and hand out its text."""
+        """Start jobs that fit, compute one batch, and pass on its text."""
         for job in (*self._waiting, *self._active):
             if job.is_cancelled and not job.request.is_done:
                 job.request.end("cancelled")
@@ -355,5 +355,5 @@ class JobQueue:
 
 
 def _n_ahead(request: Request) -> int:
-    """Return for how many more tokens a request must have room when it starts."""
+    """Return the number of further tokens that must fit the cache when a request starts."""
     return min(N_AHEAD, request.options.max_tokens - len(request.result.tokens))

@@ -188,7 +188,7 @@ class Sampler:
     Args:
         options: Options of sampling.
         grammar: Sets logits of tokens that are not allowed to -inf.
-        breakers: Tokens over which repetitions do not go on.
+        breakers: Sequence breakers of DRY.
 
     Attributes:
         surprise_limit: Mirostat's limit of a token's information [bits].
@@ -224,7 +224,7 @@ class Sampler:
         """Return the next token.
 
         Args:
-            logits: Of all tokens of the vocabulary; or, if `n_best` is not 0, at least so many `CANDIDATE`s,
+            logits: Of all tokens of the vocabulary; or, if `n_best` is not 0, at least `n_best` `CANDIDATE`s
                 by ascending number. Not changed.
             tokens: The tokens so far.
 

@@ -184,7 +184,7 @@ class Attention(Block):
         value: Tensor,
         gate: Tensor | None = None,
     ) -> Tensor:
-        """Return the output product of what the heads take of the values."""
+        """Return the output product of the heads' outputs, gated if there is a gate."""
         at = f"blk.{layer}."
         mixed = graph.attend(self, layer, query, key, value)
         graph.label(at + "attn_heads", mixed, self.n_head, self.n_value)
@@ -226,7 +226,7 @@ def attend(
     sinks: Tensor | None,
     has_gradient: bool = False,
 ) -> Tensor:
-    """Return what each head takes of the values of the visible tokens.
+    """Return the output of each head: the weighted sum of the values of the visible tokens.
 
     Args:
         ctx: Where nodes are made.
