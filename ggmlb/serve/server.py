@@ -185,17 +185,10 @@ class _Server:
 
     # -- generation ----------------------------------------------------------------------------
 
-    async def chat(self, request: Request) -> Response:
-        """Answer `/v1/chat/completions`."""
-        return await self._generate(request, requests.chat)
-
-    async def completion(self, request: Request) -> Response:
-        """Answer `/v1/completions`."""
-        return await self._generate(request, requests.completion)
-
-    async def _generate(
+    async def generate(
         self, request: Request, parse: Callable[[Mapping[str, Any], TextModel], requests.Asked]
     ) -> Response:
+        """Answer `/v1/chat/completions`, or `/v1/completions`."""
         asked = await self._parsed(request, lambda body: parse(body, self.model))
         n, run = 1, None
         try:
@@ -594,8 +587,8 @@ def create_app(
         route("/status", server.status),
         route("/v1/models", server.models),
         route("/v1/models/{name:path}", server.models),
-        route("/v1/chat/completions", server.chat, method="POST"),
-        route("/v1/completions", server.completion, method="POST"),
+        route("/v1/chat/completions", partial(server.generate, parse=requests.chat), method="POST"),
+        route("/v1/completions", partial(server.generate, parse=requests.completion), method="POST"),
         route("/v1/embeddings", server.embeddings, method="POST"),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
