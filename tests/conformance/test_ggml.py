@@ -36,14 +36,9 @@ from ggmlb.backends.ggml import GgmlReg, abi, find, library, trust
 from ggmlb.backends.ggml.library import probe
 from ggmlb.backends.ggml.trust import Judge, kind, trial_of
 from tests.conformance.test_gpu_bad_indices import PROGRAMS, Placed
+from tests.support.gpus import GGML, device_fixture
 
-
-@pytest.fixture(scope="module")
-def device() -> Any:
-    try:
-        return ggmlb.device_by_name("ggml:CPU")
-    except BackendUnavailable as why:
-        pytest.skip(str(why))
+device = device_fixture(GGML)
 
 
 @pytest.fixture

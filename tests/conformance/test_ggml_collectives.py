@@ -14,19 +14,14 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import ArgumentError, BackendUnavailable, Context, Graph, GraphAllocator, SplitState
+from ggmlb import ArgumentError, Context, Graph, GraphAllocator, SplitState
 from ggmlb.backends.ggml.device import GgmlDevice
 from ggmlb.core.enums import TensorFlag
 from ggmlb.models.devices import split_rows
 from ggmlb.parallel.meta import MIRRORED
+from tests.support.gpus import GGML, device_fixture
 
-
-@pytest.fixture(scope="module")
-def device() -> Any:
-    try:
-        return ggmlb.device_by_name("ggml:CPU")
-    except BackendUnavailable as why:
-        pytest.skip(str(why))
+device = device_fixture(GGML)
 
 
 class Library:
