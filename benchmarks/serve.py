@@ -6,7 +6,7 @@ defaults for all else. They take turns; the idle one sleeps. Clients send one re
 (`own`). `first` is the median time to the first token. `processor` is the processor time of the server's
 process per request, which a busy machine changes least; `ratio` is that of llama.cpp's by ours.
 
-    python benchmarks/serve.py --peer PATH/llama-server [--about "native build"] [--threads 1] [--save]
+    python benchmarks/serve.py --peer PATH/llama-server --about "VERSION, BUILD" [--threads 1] [--save]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from http.client import HTTPConnection
 from itertools import count
 from statistics import median
@@ -47,6 +47,7 @@ class Server:
                 client.request("GET", "/health")
                 if client.getresponse().status == 200:
                     return
+        self.close()
         raise RuntimeError(f"{command[0]} does not answer")
 
     def seconds(self) -> float:
@@ -75,7 +76,7 @@ class Server:
         client.close()
         return first
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the process."""
         self._process.terminate()
         self._process.wait()
@@ -105,23 +106,21 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--peer", required=True)
-    parser.add_argument("--about", default="native build")
+    parser.add_argument(
+        "--about", required=True, help="version, build and instruction sets of the peer, for the page"
+    )
     parser.add_argument("--threads", default="1")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     model, sizes = str(default_text_model()), ["-c", str(N_CTX), "-t", args.threads]
-    ours = Server(
-        8181, sys.executable, "-m", "ggmlb", "--quiet", "serve", "-m", model, *sizes, "--port", "8181"
-    )
-    theirs = Server(
-        8182, args.peer, "-m", model, *sizes, "-np", str(N_SLOTS), "--kv-unified", "--port", "8182"
-    )
+    our = sys.executable, "-m", "ggmlb", "--quiet", "serve", "-m", model, *sizes, "--port", "8181"
+    their = args.peer, "-m", model, *sizes, "-np", str(N_SLOTS), "--kv-unified", "--port", "8182"
     table = Table(
         "clients", "prefix", "requests/s", "llama.cpp", "ratio", "first [ms]", "llama.cpp", "processor [ms]",
         "llama.cpp", "ratio",
     )  # fmt: skip
-    try:
+    with closing(Server(8181, *our)) as ours, closing(Server(8182, *their)) as theirs:
         for server in (ours, theirs):  # plans, and kernels that are compiled when first needed
             measured(server, N_SLOTS, False)
         for is_shared in (True, False):
@@ -138,9 +137,6 @@ def main() -> None:
                     f"{1e3 * first:.0f}", f"{1e3 * first2:.0f}", f"{1e3 * used:.0f}", f"{1e3 * used2:.0f}",
                     f"{used2 / used:.2f}",
                 )  # fmt: skip
-    finally:
-        ours.stop()
-        theirs.stop()
     if args.save:
         about = f"Serving\n\n{' '.join(str(__doc__).split())}\n\nllama.cpp: {args.about}."
         save("serve", about, table, packages=("numpy", "uvicorn", "starlette"))
