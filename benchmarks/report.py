@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
+ZEN = {", family 25 model 17": "Zen 4", ", family 26 model 2": "Zen 5"}
+"""Classes of AMD's processors that tables are of."""
 
 
 class Table:
@@ -64,14 +66,16 @@ def revision() -> str:
 
 def conditions(packages: Iterable[str] = ("numpy",)) -> str:
     """One paragraph: date, revision, machine and versions."""
-    versions = []
+    versions, machine = [], processor()
+    for model, zen in ZEN.items():
+        machine = machine.replace(model, f" ({zen}){model}")
     for package in packages:
         try:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{package} not installed")
     return (
-        f"{datetime.date.today().isoformat()}, revision {revision()}; {processor()}, {os.cpu_count()} cores; "
+        f"{datetime.date.today().isoformat()}, revision {revision()}; {machine}, {os.cpu_count()} cores; "
         f"Python {platform.python_version()}, {', '.join(versions)}."
     )
 
