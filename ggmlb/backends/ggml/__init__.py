@@ -86,8 +86,8 @@ class GgmlReg(BackendReg):
         return {
             "split_buffer_type": partial(collectives.split_buffer_type, self),
             "comm_init": collectives.comm_init,
-            "comm_free": collectives.comm_free,
-            "comm_allreduce_tensor": collectives.comm_allreduce_tensor,
+            "comm_free": collectives.GgmlCommunicator.free,
+            "comm_allreduce_tensor": collectives.GgmlCommunicator.allreduce,
             "set_n_threads": set_n_threads,
             "set_abort_callback": set_abort_callback,
             "dev_get_extra_bufts": dev_get_extra_bufts,

@@ -40,7 +40,16 @@ class GgmlCommunicator:
         self._handle = handle
 
     def allreduce(self, tensors: Sequence[Tensor]) -> bool:
-        """Queue an in-place sum of one tensor for each stream; `False` if the library cannot."""
+        """Queue an in-place sum: each stream's tensor becomes the sum of all.
+
+        Args:
+            tensors: One for each stream, in that order, of one shape, on the stream's device.
+
+        Returns:
+            Whether it was queued; `False` if the library cannot sum these.
+
+        Source: ggml_backend_comm_allreduce_tensor.
+        """
         library = self.backends[0].device.library
         memory, n = library.room(len(tensors)), len(tensors)
         for i, (backend, t) in enumerate(zip(self.backends, tensors, strict=True)):
@@ -59,7 +68,7 @@ class GgmlCommunicator:
             guard.leave()
 
     def free(self) -> None:
-        """Free the group in the library."""
+        """Free the group in the library (ggml_backend_comm_free)."""
         self._free(self._handle)
 
 
@@ -115,23 +124,3 @@ def split_buffer_type(
             )
     handle = find(group.index(main), shares)  # shares that are all 0 let the library choose
     return GgmlBufferType(main, handle) if handle else None
-
-
-def comm_free(comm: GgmlCommunicator) -> None:
-    """Free a group of streams (ggml_backend_comm_free)."""
-    comm.free()
-
-
-def comm_allreduce_tensor(comm: GgmlCommunicator, tensors: Sequence[Tensor]) -> bool:
-    """Queue an in-place sum: each stream's tensor becomes the sum of all.
-
-    Args:
-        comm: From `comm_init`.
-        tensors: One for each stream, in that order, of one shape, on the stream's device.
-
-    Returns:
-        Whether it was queued; `False` if the library cannot sum these.
-
-    Source: ggml_backend_comm_allreduce_tensor.
-    """
-    return comm.allreduce(tensors)
