@@ -104,7 +104,6 @@ class CupyDriver:
         self._functions: dict[str, Any] = {}
         self._compiled: dict[Hashable, Any] = {}
         self._contexts: dict[int, int] = {}
-        self._n_units: dict[int, int] = {}
         self._dependent: dict[int, bool] = {}
 
     @cached_property
@@ -372,11 +371,9 @@ class CupyDriver:
 
     def _resident(self, function: int, wg: int, shared: int, device: int) -> int:
         """Return how many blocks are resident on the device at once, by CUDA's occupancy calculator."""
-        if device not in self._n_units:
-            self._n_units[device] = self.facts(device).n_units
         with self.on(device):
             each = int(self._get(N, "cuOccupancyMaxActiveBlocksPerMultiprocessor", function, wg, shared))
-        return each * self._n_units[device]
+        return each * self.facts(device).n_units
 
     def prepare(self, launches: Sequence[Launch], device: int) -> None:
         """Compile the launches' kernels, with a progress display; cached ones take milliseconds each."""
