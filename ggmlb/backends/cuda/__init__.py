@@ -27,7 +27,7 @@ NO_CARD = {
     ),
     100: "the NVIDIA driver finds no card; CUDA_VISIBLE_DEVICES may hide it",  # cudaErrorNoDevice
 }
-"""Status codes of cudaGetDeviceCount without a usable card, with reasons."""
+"""Status codes of cuInit without a usable card, with reasons."""
 
 BROKEN = {
     46: "another process uses the card exclusively (nvidia-smi shows which)",  # cudaErrorDevicesUnavailable

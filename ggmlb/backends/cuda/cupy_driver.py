@@ -166,7 +166,7 @@ class CupyDriver:
         return _On(self._contexts.get(device) or self._context(device))
 
     def _context(self, device: int) -> int:
-        """Return the device's primary context, retained at first use; cudaSetDevice would take device 0's."""
+        """Return the device's primary context, retained at first use."""
         if device not in self._contexts:
             card = self._get(N, "cuDeviceGet", device)
             self._contexts[device] = self._get(P, "cuDevicePrimaryCtxRetain", card)
