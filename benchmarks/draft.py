@@ -59,13 +59,9 @@ def converted(path: Path, dtype: str) -> Path:
 def seconds(model: TextModel, prompt: str, temperature: float) -> tuple[Any, float]:
     """Return a generation, and the processor time of its tokens after the prompt."""
     ends: list[float] = []
-
-    def note(piece: str) -> None:
-        ends.append(process_time())
-
     result = model.generate(
-        [{"role": "user", "content": prompt}], on_token=note, max_tokens=N_TOKENS, temperature=temperature,
-        seed=1, ignore_eos=True,
+        [{"role": "user", "content": prompt}], on_token=lambda _: ends.append(process_time()),
+        max_tokens=N_TOKENS, temperature=temperature, seed=1, ignore_eos=True,
     )  # fmt: skip
     return result, (ends[-1] - ends[0]) / (N_TOKENS - 1)
 
@@ -76,8 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    columns = ["target", "draft", "temperature", "same", "right", "ms/token without", "ms/token", "ratio"]
-    table = Table(*columns)
+    table = Table("target", "draft", "temperature", "same", "right", "ms/token without", "ms/token", "ratio")
     folder = tempfile.TemporaryDirectory()
     smol = Path(default_text_model())
     targets: dict[str, Callable[[Path], Path]] = {
@@ -105,7 +100,7 @@ def main() -> None:
                 )  # fmt: skip
     if args.save:
         about = " ".join(str(__doc__).split("\n\n")[1].split())
-        save("draft", f"Drafts\n\n{about}", table)
+        save("draft", f"Drafts\n\n{about}", table, packages=("numpy", "llvmlite"))
 
 
 if __name__ == "__main__":
