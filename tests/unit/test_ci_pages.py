@@ -175,15 +175,8 @@ def test_the_cache_of_several_devices_has_a_key_without_commas(place: Path) -> N
     keys = set()
     for devices in ("OpenCL0, LLVM", "OpenCL0", "ggml:CPU"):
         (place / "outputs").write_text("")
-        assert (
-            status(
-                place,
-                [names["run"]],
-                "",
-                DEVICES=filled(names["env"]["DEVICES"], {"inputs.devices": devices}),
-            )
-            == 0
-        )
+        asked = filled(names["env"]["DEVICES"], {"inputs.devices": devices})
+        assert status(place, [names["run"]], "", DEVICES=asked) == 0
         name, _, value = (place / "outputs").read_text().rstrip().partition("=")
         values = {f"steps.cache.outputs.{name}": value, "runner.os": "Linux", "runner.arch": "X64"}
         assert filled(cache["with"]["key"], {**values, "github.sha": "1"}) == f"ggmlb-Linux-X64-{value}-1"
