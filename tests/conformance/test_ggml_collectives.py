@@ -119,6 +119,19 @@ def test_sums_that_the_library_declines_are_exchanged(device: GgmlDevice, librar
     assert not library.sums
 
 
+def test_tensors_of_two_shapes_are_not_summed(device: GgmlDevice, library: Library) -> None:
+    init, add, free = (
+        device.reg.get_proc_address(f"comm_{name}") for name in ("init", "allreduce_tensor", "free")
+    )
+    ctx = Context()
+    tensors = [ctx.new_tensor("f32", (n,)) for n in (3, 4)]
+    with device.init_backend() as one, device.init_backend() as two, ggmlb.alloc_ctx_tensors(ctx, one):
+        comm = init([one, two])
+        assert not add(comm, tensors)
+        free(comm)
+    assert not library.sums
+
+
 def test_a_library_without_collectives(device: GgmlDevice) -> None:
     reg = device.reg
     cpu = ggmlb.device_by_name("CPU")

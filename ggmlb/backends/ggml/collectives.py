@@ -43,7 +43,7 @@ class GgmlCommunicator:
         """Queue an in-place sum: each stream's tensor becomes the sum of all.
 
         Args:
-            tensors: One for each stream, in that order, of one shape, on the stream's device.
+            tensors: One for each stream, in that order, of one type and shape, on the stream's device.
 
         Returns:
             Whether it was queued; `False` if the library cannot sum these.
@@ -54,6 +54,8 @@ class GgmlCommunicator:
         memory, n = library.room(len(tensors)), len(tensors)
         for i, (backend, t) in enumerate(zip(self.backends, tensors, strict=True)):
             if t.buffer is None or not backend.device.supports_buft(t.buffer.buft):
+                return False
+            if (t.dtype, t.ne) != (tensors[0].dtype, tensors[0].ne):
                 return False
             library.pack(memory, i, t, (*backend.device.place(t), 0), flags=t.flags | TensorFlag.COMPUTE)
         start = ctypes.addressof(memory)
