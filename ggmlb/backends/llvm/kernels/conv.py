@@ -7,7 +7,6 @@ of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,16 +74,27 @@ def _read_tail(tail: Tail, image: Value, k: Emitter) -> Finish | None:
     return finish if tail else None
 
 
+def _args(k: Emitter, *names: str) -> dict[str, Value]:
+    """Read the arguments `PLANES`, then others."""
+    return dict(zip((*PLANES, *names), k.ints(len(PLANES) + len(names)), strict=True))
+
+
+def _inside(p: dict[str, Value], row: Value) -> Value:
+    return (row >= 0) & (row < p["h"])
+
+
 def _strided(
-    k: Emitter, dtype: str, row: Value, first: Value, step: int, width: Value, n: int, beyond: float = 0.0
-) -> Value:
-    """Read elements `first`, `first + step`, .. of a row; `beyond` its ends, that value."""
-    places = k.table(vec(I32, n * step), range(n * step))
+    k: Emitter, dtype: str, p: dict[str, Value], plane: Value, row: Value, first: Value, step: int, n: int,
+    padding: float = 0.0
+) -> Value:  # fmt: skip
+    """Read elements `first`, `first + step`, .. of a row of a plane, which is surrounded by `padding`."""
+    places, width = k.table(vec(I32, n * step), range(n * step)), k.select(_inside(p, row), p["w"], 0)
     low, high = ((-end).trunc(I32).splat(n * step) for end in (first, first - width))
     inside = (places >= low) & (places < high)
-    found = load_floats(k, dtype, row + first * SIZES[dtype], n * step, inside)
-    if beyond:
-        found = k.select(inside, found, beyond)
+    at = plane + row * p["x_nb1"] + first * SIZES[dtype]
+    found = load_floats(k, dtype, at, n * step, inside)
+    if padding:
+        found = k.select(inside, found, padding)
     return found if step == 1 else found.shuffle(range(0, n * step, step))
 
 
@@ -93,10 +103,6 @@ def _plane(p: dict[str, Value], number: Value) -> tuple[Value, Value, Value, Val
     channel, image = number % p["c"], number // p["c"]
     x = p["x"] + image * p["x_nb3"] + channel * p["x_nb2"]
     return channel, image, x, p["y"] + image * p["y_nb3"] + channel * p["y_nb2"]
-
-
-def _inside(row: Value, height: Value) -> Value:
-    return (row >= 0) & (row < height)
 
 
 # -- products --------------------------------------------------------------------------------------
@@ -109,8 +115,7 @@ class _ConvChunk(MatChunk):
     """
 
     def __init__(self, k: Emitter, n_columns: int, n_pixels: int) -> None:
-        names = (*PLANES, "a", "a_nb3", "kw", "kh", "ic", "d0", "d1", "bands", "parts")
-        p = self.args = dict(zip(names, k.ints(len(names)), strict=True))
+        p = self.args = _args(k, "a", "a_nb3", "kw", "kh", "ic", "d0", "d1", "bands", "parts")
         part, rest = k.chunk % p["parts"], k.chunk // p["parts"]
         band, self.image = rest % p["bands"], rest // p["bands"]
         self.x = p["x"] + self.image * p["x_nb3"]
@@ -158,10 +163,9 @@ def _pack(
         ky, kx = k.variable(begin % taps // p["kw"]), k.variable(begin % taps % p["kw"])
         with k.loop(0, count) as i:
             y, x = row + ky.now * p["d1"], left + kx.now * p["d0"]
-            width = k.select(_inside(y, p["h"]), p["w"], 0)
-            at, source = to + (i * n_pixels + start) * 4, plane.now + y * p["x_nb1"]
+            at = to + (i * n_pixels + start) * 4
             with k.loop(0, length, n) as v:
-                values = _strided(k, dtype, source, x + v * step, step, width, n)
+                values = _strided(k, dtype, p, plane.now, y, x + v * step, step, n)
                 left_over = k.i64(n_pixels) - start - v
                 with k.build.if_else((left_over >= n).raw) as (whole, partly):
                     with whole:  # lanes beyond the row are overwritten by the next one
@@ -186,30 +190,26 @@ def im2col(k: Emitter, dtype: str, step: int) -> None:
     Arguments: `PLANES`, the result being f32; width, height and channels of the kernel; dilation along the
     height; stride along the width; number of pixels of all images.
     """
-    names = (*PLANES, "kw", "kh", "ic", "d1", "s0", "pixels")
-    p, n = dict(zip(names, k.ints(len(names)), strict=True)), k.level.lanes
+    p, n = _args(k, "kw", "kh", "ic", "d1", "s0", "pixels"), k.level.lanes
     with k.units(p["pixels"]) as pixel:
         column, rest = pixel % p["ow"], pixel // p["ow"]
         row, image = rest % p["oh"] * p["s1"] - p["p1"], rest // p["oh"]
         left, to = column * p["s0"] - p["p0"], p["y"] + pixel * p["y_nb2"]
         with k.loop(0, p["ic"]) as c, k.loop(0, p["kh"]) as ky:
-            y = row + ky * p["d1"]
-            width = k.select(_inside(y, p["h"]), p["w"], 0)
-            source = p["x"] + image * p["x_nb3"] + c * p["x_nb2"] + y * p["x_nb1"]
+            y, plane = row + ky * p["d1"], p["x"] + image * p["x_nb3"] + c * p["x_nb2"]
             at = to + (c * p["kh"] + ky) * p["kw"] * 4
             with k.loop(0, p["kw"], n) as kx:
-                values = _strided(k, dtype, source, left + kx * step, step, width, n)
+                values = _strided(k, dtype, p, plane, y, left + kx * step, step, n)
                 k.store_masked(values, at + kx * 4, k.first_lanes(n, p["kw"] - kx))
 
 
 def overlap_add(k: Emitter, step: int) -> None:
     """Write the sums of windows that overlap (a transposed convolution), `step` apart: 1, 2 or 4.
 
-    Arguments: `PLANES`, whose data are the windows, of w x h places for each channel, and for each element of
-    a window (stride `x_nb1`); width and height of the window; number of planes.
+    Arguments: `PLANES`, whose data are the windows: for each channel, and each element of a window, a plane
+    of w x h places; width and height of the window; number of planes.
     """
-    p = dict(zip((*PLANES, "kw", "kh", "planes"), k.ints(len(PLANES) + 3), strict=True))
-    n = k.level.lanes
+    p, n = _args(k, "kw", "kh", "planes"), k.level.lanes
     with k.units(p["planes"] * p["oh"]) as unit:
         row, (_, _, x, start) = unit % p["oh"], _plane(p, unit // p["oh"])
         y = start + row * p["ow"] * 4
@@ -217,12 +217,11 @@ def overlap_add(k: Emitter, step: int) -> None:
             sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(step)]
             with k.loop(row % step, p["kh"], step) as ky:
                 at = (row - ky) >> step.bit_length() - 1  # negative above the first row
-                width = k.select((row >= ky) & (at < p["h"]), p["w"], 0)
                 for r, found in enumerate(sums):
                     with k.loop(r, p["kw"], step) as kx:
-                        source = x + (ky * p["kw"] + kx) * p["x_nb1"] + at * p["w"] * 4
+                        plane = x + (ky * p["kw"] + kx) * p["h"] * p["x_nb1"]
                         first = column // step - kx // step
-                        found.set(found.now + _strided(k, "f32", source, first, 1, width, n))
+                        found.set(found.now + _strided(k, "f32", p, plane, at, first, 1, n))
             values = [found.now for found in sums]
             while len(values) > 1:  # interleaved: those of the first half are the even ones
                 half = len(values) // 2
@@ -258,7 +257,7 @@ def conv_2d_dw(
         steps: Strides and dilations.
         tail: The nodes behind the convolution.
     """
-    p = dict(zip((*PLANES, "a", "a_nb3", "planes"), k.ints(len(PLANES) + 3), strict=True))
+    p = _args(k, "a", "a_nb3", "planes")
     (dtype, a_dtype), (kw, kh), (s0, s1, d0, d1) = types, taps, steps
     blocks = (p["oh"] + (n_rows - 1)) // n_rows
     with k.units(p["planes"] * blocks) as unit:
@@ -271,10 +270,10 @@ def conv_2d_dw(
             for below in sorted({r * s1 + ky * d1 for r in range(n_rows) for ky in range(kh)}):
                 users = [(r, ky) for r in range(n_rows) for ky in range(kh) if r * s1 + ky * d1 == below]
                 row = first * s1 - p["p1"] + below
-                with k.when(_inside(row, p["h"])):
+                with k.when(_inside(p, row)):
                     for kx in range(kw):
                         at = column * s0 - p["p0"] + kx * d0
-                        value = _strided(k, dtype, x + row * p["x_nb1"], at, s0, p["w"], lanes)
+                        value = _strided(k, dtype, p, x, row, at, s0, lanes)
                         for r, ky in users:
                             sums[r].set(k.fma(value, weights[ky * kw + kx], sums[r].now))
             mask = k.first_lanes(lanes, p["ow"] - column)
@@ -290,20 +289,16 @@ def pool_2d(k: Emitter, dtype: str, lanes: int, step: int, is_max: bool) -> None
 
     Arguments: `PLANES`; width and height of the window; number of planes.
     """
-    p = dict(zip((*PLANES, "kw", "kh", "planes"), k.ints(len(PLANES) + 3), strict=True))
-    floats = vec(F32, lanes)
-    join: Callable[[Value, Value], Value] = k.maximum if is_max else (lambda value, found: found + value)
-    divisor = Value(k, k.build.sitofp((p["kw"] * p["kh"]).raw, F32)).splat(lanes)
+    p, padding = _args(k, "kw", "kh", "planes"), LOWEST if is_max else 0.0
+    divisor = (p["kw"] * p["kh"]).to_float().splat(lanes)
     with k.units(p["planes"] * p["oh"]) as unit:
         row, (_, _, x, start) = unit % p["oh"], _plane(p, unit // p["oh"])
         y = start + row * p["ow"] * 4
         with k.loop(0, p["ow"], lanes) as column:
-            found = k.variable(k.const(floats, LOWEST if is_max else 0))
+            found = k.variable(k.const(vec(F32, lanes), padding))
             with k.loop(0, p["kh"]) as ky, k.loop(0, p["kw"]) as kx:
                 at, first = row * p["s1"] - p["p1"] + ky, column * step - p["p0"] + kx
-                width = k.select(_inside(at, p["h"]), p["w"], 0)
-                beyond = LOWEST if is_max else 0.0
-                value = _strided(k, dtype, x + at * p["x_nb1"], first, step, width, lanes, beyond)
-                found.set(join(value, found.now))
+                value = _strided(k, dtype, p, x, at, first, step, lanes, padding)
+                found.set(k.maximum(value, found.now) if is_max else found.now + value)
             result = found.now if is_max else found.now / divisor
             k.store_masked(result, y + column * 4, k.first_lanes(lanes, p["ow"] - column))

@@ -6,7 +6,6 @@ from math import prod
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.rules import F32, FLOATS, RESULT, has_elements, in_rows, operands
-from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm import prefetching
 from ggmlb.backends.llvm.kernels import conv, float_tiles, matvec, tiles
 from ggmlb.backends.llvm.kernels.conv import Tail, TailStep
@@ -27,10 +26,10 @@ _MACS, _DEPTHWISE, _POOL = 25, 12, 4
 # -- the nodes behind a convolution ----------------------------------------------------------------
 
 
-def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, int]] | str:
+def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, tuple[int, ...]]] | str:
     """Return the nodes behind the group's convolution; or why no kernel computes them.
 
-    Each with its operand and that operand's byte stride of channels; or with itself and 0.
+    Each with its operand and that operand's byte strides of channels and images; or with itself and none.
     """
     found, result, node = [], group.result, group["conv"]
     shape = _pixels(node), _channels(node)
@@ -50,11 +49,11 @@ def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, int]] | str:
             if operand.ne == result.ne and not operand.is_contiguous():
                 return "an operand that is not in planes"
             if operand.ne == one:
-                found.append((TailStep(fn, 0, "channels"), operand, operand.nb[channel]))
+                found.append((TailStep(fn, 0, "channels"), operand, (operand.nb[channel], 0)))
             else:
-                found.append((TailStep(fn, 0, "pixels"), operand, 4 * shape[0]))
+                found.append((TailStep(fn, 0, "pixels"), operand, (4 * shape[0], 4 * prod(shape))))
         elif fn in FUNCTIONS:
-            found.append((TailStep(fn, len(PARAMS.get(fn, ()))), node, 0))
+            found.append((TailStep(fn, len(PARAMS.get(fn, ()))), node, ()))
         else:
             return f"no kernel for {fn}"
         if node.ne != result.ne or node.dtype not in F32:
@@ -75,12 +74,9 @@ def _tail_args(group: Group | None, ctx: LoweringContext) -> tuple[Tail, list[in
     found = _tail_of(group) if group is not None else []
     assert not isinstance(found, str)
     args: list[int | float] = []
-    for step, node, plane in found:
-        if step.operand is None:
-            args += [float(node.params[p]) for p in PARAMS.get(step.function, ())]
-        else:
-            image = plane * _channels(group["conv"]) if group is not None and step.operand == "pixels" else 0
-            args += [ctx.address(node), plane, image]
+    for step, node, nb in found:
+        params = [float(node.params[p]) for p in PARAMS.get(step.function, ())]
+        args += [ctx.address(node), *nb] if nb else params
     return tuple(step for step, *_ in found), args
 
 
@@ -93,16 +89,13 @@ def _in_planes(node: Tensor) -> str | None:
     return None if node.is_contiguous() else "the result is not contiguous"
 
 
-def _small(step: str, node: Tensor) -> str | None:
-    n = node.params[step]
-    return None if n <= conv.MOST_STRIDE else f"{step} is {n}: at most {conv.MOST_STRIDE}"
-
-
 def _small_steps(node: Tensor) -> str | None:
     taps = prod(node.operand(0).ne[:2])
     if node.op is Op.CONV_2D_DW and taps > MOST_TAPS:
         return f"a kernel of {taps} elements: at most {MOST_TAPS}"
-    return _small("d0" if node.op is Op.CONV_2D and _by_patches(node) else "s0", node)
+    step = "d0" if node.op is Op.CONV_2D and _by_patches(node) else "s0"
+    n = node.params[step]
+    return None if n <= conv.MOST_STRIDE else f"{step} is {n}: at most {conv.MOST_STRIDE}"
 
 
 _CONV = operands(FLOATS, F32, out=F32), in_rows(1, RESULT), _in_planes, has_elements, _small_steps
@@ -152,9 +145,10 @@ def _conv_2d(node: Tensor, ctx: LoweringContext) -> None:
     rows = rows_at_once(kernel, n)
     rows = rows if c >= rows else 1
     parts = ctx.chunks(depth * c * (n + 1) / 40, -(-c // rows))
-    y = Mem(None, ctx.address(node), node.dtype, node.ne, node.nb)
-    found = y if w * h == 1 else y.window((w * h, c, images, 1), (4 * c, 4, 4 * c * w * h, 0))
-    found.offset = ctx.address(node) if w * h == 1 else ctx.scratch(4 * c * n)
+    y = ctx.mem(node)
+    found = y.window((w * h, c, images, 1), (4 * c, 4, 4 * c * w * h, 0))
+    if w * h > 1:  # by channels, to be transposed
+        found.offset = ctx.scratch(4 * c * n)
     ahead = prefetching.ahead(ctx.library, name(kernel), is_interleaved=False)
     product = (
         ctx.address(kernel), kernel.nb[3], 0, 0, patches, row, 0, 0, found.offset, 4 * c, 0, 0,
@@ -269,7 +263,7 @@ def _conv_transpose_2d(node: Tensor, ctx: LoweringContext) -> None:
     kernel, x = node.operand(0), node.operand(1)
     (kw, kh, oc, ic), (w, h, _, images) = kernel.ne, x.ne
     m, pixels, (ow, oh) = kw * kh * oc, w * h, node.ne[:2]
-    a = Mem(None, ctx.address(kernel), kernel.dtype, (ic, m, 1, 1), (4 * m, 4, 0, 0))
+    a = ctx.mem(kernel).window((ic, m, 1, 1), (4 * m, 4, 0, 0))
     rows = a.window(a.ne, (4, 4 * ic, 0, 0))
     rows.offset = ctx.scratch(4 * ic * m)
     copied(rows, a, ctx)
@@ -280,7 +274,7 @@ def _conv_transpose_2d(node: Tensor, ctx: LoweringContext) -> None:
     )  # fmt: skip
     _multiply(ctx, ("f32", "f32", 1), planes, images, None)
     args = (
-        windows, 4 * pixels, 4 * pixels * kw * kh, 4 * pixels * m, w, h,
+        windows, 4 * w, 4 * pixels * kw * kh, 4 * pixels * m, w, h,
         ctx.address(node), 4 * ow * oh, 4 * ow * oh * oc, ow, oh, oc, 0, 0, 1, kw, kh, oc * images,
     )  # fmt: skip
     chunks = ctx.chunks(node.n_elements / 2, oc * images * oh)
