@@ -8,9 +8,7 @@ and the distance [bytes]; without distance the line in use is prefetched, which 
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import time
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +17,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ggmlb.backends.llvm.codegen.host import cache_nbytes
 from ggmlb.backends.llvm.codegen.library import Library, function
 from ggmlb.backends.llvm.kernels import activations, interleaved, interleaved_products, matvec
 from ggmlb.core.dtypes import DType
@@ -62,14 +61,12 @@ def ahead(library: Library, dtype: str, is_interleaved: bool) -> Ahead:
     """
     if (fixed := env.text("GGMLB_PREFETCH")) is not None:
         return _parsed(fixed)
-    key = _key(dtype, is_interleaved)
+    key = f"{dtype} {'strips' if is_interleaved else 'rows'}"
+    hints = HINTS if (dtype, is_interleaved) == MACHINE else (ahead(library, *MACHINE).hint,)
     with _lock:  # threads would disturb each other's measurements
         known = choices(library)
         if key not in known:
-            if _key(*MACHINE) not in known:
-                known[_key(*MACHINE)] = _measured(library, *MACHINE, HINTS)
-            if key not in known:
-                known[key] = _measured(library, dtype, is_interleaved, (known[_key(*MACHINE)].hint,))
+            known[key] = _measured(library, dtype, is_interleaved, hints)
             disk_cache.save(library.path("prefetching", "json"), json.dumps(known).encode())
         return known[key]
 
@@ -79,10 +76,6 @@ def choices(library: Library) -> dict[str, Ahead]:
     """The choices kept for a library's instruction set, by type and layout, as `q8_0 rows`."""
     kept = disk_cache.load(library.path("prefetching", "json"))
     return {} if kept is None else {key: Ahead(*choice) for key, choice in json.loads(kept).items()}
-
-
-def _key(dtype: str, is_interleaved: bool) -> str:
-    return f"{dtype} {'strips' if is_interleaved else 'rows'}"
 
 
 def _parsed(text: str) -> Ahead:
@@ -115,7 +108,7 @@ def _measured(library: Library, dtype: str, is_interleaved: bool, hints: tuple[i
         )  # fmt: skip
         return lambda: run(args.ctypes.data, 0, 1, 0)
 
-    calls = {choice: call(choice) for choice in itertools.starmap(Ahead, itertools.product(hints, DISTANCES))}
+    calls = {choice: call(choice) for hint in hints for choice in [Ahead(hint, n) for n in DISTANCES]}
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(N_ROUNDS):
         for choice, run in calls.items():
@@ -127,8 +120,4 @@ def _measured(library: Library, dtype: str, is_interleaved: bool, hints: tuple[i
 
 def _weight_nbytes() -> int:
     """The size of a weight that does not stay in the caches [bytes]."""
-    known = os.sysconf(_L3) if _L3 in getattr(os, "sysconf_names", ()) else 0
-    return min(max(2 * known, LEAST_NBYTES), MOST_NBYTES)
-
-
-_L3 = "SC_LEVEL3_CACHE_SIZE"
+    return min(max(2 * cache_nbytes(3), LEAST_NBYTES), MOST_NBYTES)

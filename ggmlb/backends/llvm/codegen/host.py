@@ -82,7 +82,6 @@ def initialize() -> None:
     binding.initialize_all_asmprinters()
 
 
-_L2 = "SC_LEVEL2_CACHE_SIZE"
 _WRITES_PAST_CACHES = frozenset({"sapphirerapids", "emeraldrapids"})
 """Processors (LLVM's names) on which non-temporal stores of large results are faster, even if the result is
 read next: measured on the first, whose last-level cache is behind a mesh."""
@@ -94,8 +93,13 @@ def cached_nbytes() -> float:
     cpu, _, _ = _host()
     if cpu not in _WRITES_PAST_CACHES:
         return float("inf")
-    known = os.sysconf(_L2) if _L2 in getattr(os, "sysconf_names", ()) else 0
-    return known if known > 0 else 2 << 20
+    return max(0, cache_nbytes(2)) or 2 << 20
+
+
+def cache_nbytes(level: int) -> int:
+    """Size of the processor's cache of a level [bytes]; 0 or less if unknown."""
+    name = f"SC_LEVEL{level}_CACHE_SIZE"
+    return os.sysconf(name) if name in getattr(os, "sysconf_names", ()) else 0
 
 
 @cache
