@@ -118,7 +118,7 @@ def prefetches(
     """
     size = _size(fields_of(dtype))
     start = strip + block * (ROWS * size) + first * size + ahead
-    return [partial(_ask, k, start, at, hint) for at in range(0, lanes(k.level) * size, 64)]
+    return [partial(k.prefetch, start + at, hint) for at in range(0, lanes(k.level) * size, 64)]
 
 
 def _size(fields: Sequence[Field]) -> int:
@@ -132,10 +132,6 @@ def spread(calls: Sequence[Callable[[], None]], n: int) -> Iterator[None]:
         for call in calls[len(calls) * i // n : len(calls) * (i + 1) // n]:
             call()
         yield
-
-
-def _ask(k: Emitter, start: Value, at: int, hint: int) -> None:
-    k.prefetch(start + at, hint)
 
 
 class Words:
