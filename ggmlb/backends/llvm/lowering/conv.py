@@ -26,10 +26,10 @@ _MACS, _DEPTHWISE, _POOL = 25, 12, 4
 # -- the nodes behind a convolution ----------------------------------------------------------------
 
 
-def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, tuple[int, ...]]] | str:
+def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, int, int]] | str:
     """Return the nodes behind the group's convolution; or why no kernel computes them.
 
-    Each with its operand and that operand's byte strides of channels and images; or with itself and none.
+    Each with its operand and that operand's byte strides of channels and images; or with itself and zeros.
     """
     found, result, node = [], group.result, group["conv"]
     shape = _pixels(node), _channels(node)
@@ -40,7 +40,7 @@ def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, tuple[int, ...]]] | s
     for part, node in group.parts.items():
         if not part.startswith("tail"):
             continue
-        fn, operand = function_of(node), node
+        fn, operand, kind, nb2, nb3 = function_of(node), node, None, 0, 0
         if node.op in (Op.ADD, Op.MUL):
             operand = group.other(part)
             one = tuple(n if d == channel else 1 for d, n in enumerate(result.ne))
@@ -48,16 +48,13 @@ def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, tuple[int, ...]]] | s
                 return "an operand of another shape or type"
             if operand.ne == result.ne and not operand.is_contiguous():
                 return "an operand that is not in planes"
-            if operand.ne == one:
-                found.append((TailStep(fn, 0, "channels"), operand, (operand.nb[channel], 0)))
-            else:
-                found.append((TailStep(fn, 0, "pixels"), operand, (4 * shape[0], 4 * prod(shape))))
-        elif fn in FUNCTIONS:
-            found.append((TailStep(fn, len(PARAMS.get(fn, ()))), node, ()))
-        else:
+            kind = "channels" if operand.ne == one else "pixels"
+            nb2, nb3 = (operand.nb[channel], 0) if operand.ne == one else (4 * shape[0], 4 * prod(shape))
+        elif fn not in FUNCTIONS:
             return f"no kernel for {fn}"
         if node.ne != result.ne or node.dtype not in F32:
             return "a result of another shape or type"
+        found.append((TailStep(fn, len(PARAMS.get(fn, ())), kind), operand, nb2, nb3))
     return found
 
 
@@ -74,9 +71,9 @@ def _tail_args(group: Group | None, ctx: LoweringContext) -> tuple[Tail, list[in
     found = _tail_of(group) if group is not None else []
     assert not isinstance(found, str)
     args: list[int | float] = []
-    for step, node, nb in found:
+    for step, node, nb2, nb3 in found:
         params = [float(node.params[p]) for p in PARAMS.get(step.function, ())]
-        args += [ctx.address(node), *nb] if nb else params
+        args += [ctx.address(node), nb2, nb3] if step.operand else params
     return tuple(step for step, *_ in found), args
 
 
