@@ -219,20 +219,12 @@ def _activations(a: Tensor, b: Tensor, ctx: LoweringContext, few: bool, pairs: b
         few: Whether the weight is read in place.
         pairs: Whether pairs of bfloat16 are multiplied, to which the activations are rounded, as in ggml.
     """
-    if pairs and b.dtype is DType.BF16:
-        return _Activations(ctx.address(b), b.nb, tiles.PAIRS)
+    dtype = tiles.PAIRS if pairs else activations.QUANTIZED if a.dtype.is_quantized else name(b)
+    if dtype == name(b) or (pairs and b.dtype is DType.BF16):
+        return _Activations(ctx.address(b), b.nb, dtype)
     if pairs:
         layout = activations.ActivationLayout(bf16=True)
-        row = layout.row_nbytes(b.ne[0])
-        address, are_there = ctx.activations(b, row * b.ne[1] * b.ne[2] * b.ne[3], layout)
-        nb = (2, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
-        if not are_there:
-            to = Mem(None, address, DType.BF16, b.ne, nb)
-            ctx.launch_rows(convert.copy, ("bf16", name(b)), (), b.ne, [to, b], 0.1, join=True, cut=True)
-        return _Activations(address, nb, tiles.PAIRS)
-    if not a.dtype.is_quantized:
-        return _Activations(ctx.address(b), b.nb, name(b))
-    if not few:
+    elif not few:
         layout = activations.layout_for_tiles(name(a))
     elif is_interleaved(a):
         layout = activations.layout_for_strips(name(a))
@@ -240,11 +232,15 @@ def _activations(a: Tensor, b: Tensor, ctx: LoweringContext, few: bool, pairs: b
         layout = activations.layout_for_rows(name(a), ctx.level)
     row = layout.row_nbytes(b.ne[0])
     address, are_there = ctx.activations(b, row * b.ne[1] * b.ne[2] * b.ne[3], layout)
-    if not are_there:
+    nb = (2 if pairs else 1, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
+    if not are_there and pairs:
+        to = Mem(None, address, DType.BF16, b.ne, nb)
+        ctx.launch_rows(convert.copy, ("bf16", name(b)), (), b.ne, [to, b], 0.1, join=True, cut=True)
+    elif not are_there:
         args = (ctx.address(b), *b.nb[1:], *b.ne, address)
         chunks = ctx.chunks(b.n_elements * 0.6, b.n_elements // 32)
         ctx.launch(activations.quantize, (name(b), layout), args, chunks)
-    return _Activations(address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2]), activations.QUANTIZED)
+    return _Activations(address, nb, dtype)
 
 
 def _in_pairs(a: Tensor, b: Tensor, level: Level) -> bool:
