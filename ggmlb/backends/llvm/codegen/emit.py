@@ -300,6 +300,10 @@ class Emitter:
         """Read the next `n` kernel arguments as integers."""
         return [self.int_arg() for _ in range(n)]
 
+    def named(self, *names: str) -> dict[str, Value]:
+        """Read the next kernel arguments as integers, by these names."""
+        return {name: self.int_arg() for name in names}
+
     def float_arg(self) -> Value:
         """Read the next kernel argument as float32."""
         return self.int_arg().bits(F64).trunc(F32)

@@ -148,7 +148,7 @@ class Unit:
 def arguments(k: Emitter) -> tuple[dict[str, Value], Value, Value]:
     """Read the kernel arguments: return those listed in `ARGS` by name, scale and softcap."""
     scale, softcap = k.float_arg(), k.float_arg()
-    return dict(zip(ARGS, k.ints(len(ARGS)), strict=True)), scale, softcap
+    return k.named(*ARGS), scale, softcap
 
 
 def n_units_of(p: dict[str, Value], n_rows: int) -> Value:

@@ -74,11 +74,6 @@ def _read_tail(tail: Tail, image: Value, k: Emitter) -> Finish | None:
     return finish if tail else None
 
 
-def _args(k: Emitter, *names: str) -> dict[str, Value]:
-    """Read the arguments `PLANES`, then others."""
-    return dict(zip((*PLANES, *names), k.ints(len(PLANES) + len(names)), strict=True))
-
-
 def _inside(p: dict[str, Value], row: Value) -> Value:
     return (row >= 0) & (row < p["h"])
 
@@ -115,7 +110,7 @@ class _ConvChunk(MatChunk):
     """
 
     def __init__(self, k: Emitter, n_columns: int, n_pixels: int) -> None:
-        p = self.args = _args(k, "a", "a_nb3", "kw", "kh", "ic", "d0", "d1", "bands", "parts")
+        p = self.args = k.named(*PLANES, "a", "a_nb3", "kw", "kh", "ic", "d0", "d1", "bands", "parts")
         part, rest = k.chunk % p["parts"], k.chunk // p["parts"]
         band, self.image = rest % p["bands"], rest // p["bands"]
         self.x = p["x"] + self.image * p["x_nb3"]
@@ -190,7 +185,7 @@ def im2col(k: Emitter, dtype: str, step: int) -> None:
     Arguments: `PLANES`, the result being f32; width, height and channels of the kernel; dilation along the
     height; stride along the width; number of pixels of all images.
     """
-    p, n = _args(k, "kw", "kh", "ic", "d1", "s0", "pixels"), k.level.lanes
+    p, n = k.named(*PLANES, "kw", "kh", "ic", "d1", "s0", "pixels"), k.level.lanes
     with k.units(p["pixels"]) as pixel:
         column, rest = pixel % p["ow"], pixel // p["ow"]
         row, image = rest % p["oh"] * p["s1"] - p["p1"], rest // p["oh"]
@@ -209,7 +204,7 @@ def overlap_add(k: Emitter, step: int) -> None:
     Arguments: `PLANES`, whose data are the windows: for each channel, and each element of a window, a plane
     of w x h places; width and height of the window; number of planes.
     """
-    p, n = _args(k, "kw", "kh", "planes"), k.level.lanes
+    p, n = k.named(*PLANES, "kw", "kh", "planes"), k.level.lanes
     with k.units(p["planes"] * p["oh"]) as unit:
         row, (_, _, x, start) = unit % p["oh"], _plane(p, unit // p["oh"])
         y = start + row * p["ow"] * 4
@@ -257,7 +252,7 @@ def conv_2d_dw(
         steps: Strides and dilations.
         tail: The nodes behind the convolution.
     """
-    p = _args(k, "a", "a_nb3", "planes")
+    p = k.named(*PLANES, "a", "a_nb3", "planes")
     (dtype, a_dtype), (kw, kh), (s0, s1, d0, d1) = types, taps, steps
     blocks = (p["oh"] + (n_rows - 1)) // n_rows
     with k.units(p["planes"] * blocks) as unit:
@@ -289,7 +284,7 @@ def pool_2d(k: Emitter, dtype: str, lanes: int, step: int, is_max: bool) -> None
 
     Arguments: `PLANES`; width and height of the window; number of planes.
     """
-    p, padding = _args(k, "kw", "kh", "planes"), LOWEST if is_max else 0.0
+    p, padding = k.named(*PLANES, "kw", "kh", "planes"), LOWEST if is_max else 0.0
     divisor = (p["kw"] * p["kh"]).to_float().splat(lanes)
     with k.units(p["planes"] * p["oh"]) as unit:
         row, (_, _, x, start) = unit % p["oh"], _plane(p, unit // p["oh"])

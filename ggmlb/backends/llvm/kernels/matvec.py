@@ -45,8 +45,7 @@ class MatChunk:
     start: Value | int = 0
 
     def __init__(self, k: Emitter, unit: int) -> None:
-        p = dict(zip(ARGS, k.ints(len(ARGS)), strict=True))
-        self.args = p
+        p = self.args = k.named(*ARGS)
         matrix, part = k.chunk // p["parts"], k.chunk % p["parts"]
         i2, i3 = matrix % p["n2"], matrix // p["n2"]
         self.a = p["a"] + i2 // p["r2"] * p["a_nb2"] + i3 // p["r3"] * p["a_nb3"]
@@ -79,8 +78,8 @@ class ExpertChunk(MatChunk):
     """A chunk of mul_mat_id: an expert, a range of its rows, and all tokens that selected it."""
 
     def __init__(self, k: Emitter, unit: int) -> None:
-        p = dict(zip(EXPERT_ARGS, k.ints(len(EXPERT_ARGS)), strict=True))
-        self.args, self._kernel = p, k
+        p = self.args = k.named(*EXPERT_ARGS)
+        self._kernel = k
         matrix, part = k.chunk // p["parts"], k.chunk % p["parts"]
         self._begin = k.load(I64, p["starts"] + matrix * 8)
         self.n = k.load(I64, p["starts"] + matrix * 8 + 8) - self._begin

@@ -51,8 +51,7 @@ class _OutProdChunk:
     """
 
     def __init__(self, k: Emitter, unit: int) -> None:
-        p = dict(zip(ARGS, k.ints(len(ARGS)), strict=True))
-        self.args = p
+        p = self.args = k.named(*ARGS)
         chunk, band = k.chunk // p["bands"], k.chunk % p["bands"]
         matrix, part = chunk // p["parts"], chunk % p["parts"]
         i2, i3 = matrix % p["n2"], matrix // p["n2"]
