@@ -47,13 +47,12 @@ class Sums:
         while self._products:
             groups = self._follow()
             more = {n for n in self.parts if not self._is_read_as_parts(n)} - self.ends
-            if not more:  # else the nodes that read these are followed anew
-                for members in groups:
-                    sources, ends = self._products.keys() & members, self.ends & members
-                    more |= sources if len(ends) > len(sources) else set()
-                if not more - self.ends:
-                    break
-            self.ends |= more
+            if not more:  # sum the products themselves where their results take more sums
+                dear = [g for g in groups if len(self.ends & g) > len(self._products.keys() & g)]
+                more = self._products.keys() & set().union(*dear) - self.ends
+            if not more:
+                break
+            self.ends |= more  # the nodes that read these are followed anew
         self.ends &= self.parts.keys()
 
     def _find_readers(self, graph: Graph) -> None:
