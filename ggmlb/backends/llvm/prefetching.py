@@ -27,7 +27,7 @@ from ggmlb.system import disk_cache, env
 
 DISTANCES: Final = (0, 1024, 4096, 12288)
 HINTS: Final = (2, 3)
-"""What is measured; 1 does as 2 on the processors seen, and 0 as 3."""
+"""Distances [bytes] and hints that are measured: on the processors seen, hint 1 is as 2, and 0 as 3."""
 
 MACHINE: Final = ("q8_0", False)
 """Type and layout by which the hint is chosen, as it hardly depends on them; its kernel compiles fast."""

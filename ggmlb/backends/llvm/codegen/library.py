@@ -95,7 +95,7 @@ class Library:
         return int(self._engine.get_function_address(symbol))
 
     def path(self, name: str, suffix: str) -> Path:
-        """Return the place in the disk cache of what `name` stands for: of a kernel, or facts of all."""
+        """Return the path in the disk cache of a kernel's code or of measurements, by their name."""
         digest = sha256(f"{self._salt}|{name}".encode()).hexdigest()[:32]
         return self._folder / f"{digest}.{suffix}"
 
