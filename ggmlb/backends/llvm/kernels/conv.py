@@ -214,7 +214,7 @@ def overlap_add(k: Emitter, step: int) -> None:
                 at = (row - ky) >> step.bit_length() - 1  # negative above the first row
                 for r, found in enumerate(sums):
                     with k.loop(r, p["kw"], step) as kx:
-                        plane = x + (ky * p["kw"] + kx) * p["h"] * p["x_nb1"]
+                        plane = x + (ky * p["kw"] + kx) * (p["h"] * p["x_nb1"])
                         first = column // step - kx // step
                         found.set(found.now + _strided(k, "f32", p, plane, at, first, 1, n))
             values = [found.now for found in sums]
