@@ -242,18 +242,13 @@ def _conv_group(group: Group, ctx: LoweringContext) -> None:
 # -- transposed convolutions -----------------------------------------------------------------------
 
 
-def _steps_that_interleave(node: Tensor) -> str | None:
+def _known_stride(node: Tensor) -> str | None:
     s = node.params["stride"]
     return None if s in (1, 2, 4) else f"stride {s}: only 1, 2 and 4"
 
 
 @RULES.rule(
-    Op.CONV_TRANSPOSE_2D,
-    operands(F32, F32, out=F32),
-    in_rows(1),
-    _in_planes,
-    has_elements,
-    _steps_that_interleave,
+    Op.CONV_TRANSPOSE_2D, operands(F32, F32, out=F32), in_rows(1), _in_planes, has_elements, _known_stride
 )
 def _conv_transpose_2d(node: Tensor, ctx: LoweringContext) -> None:
     """Products of the pixels with the transposed kernel, whose overlapping windows are added up."""
