@@ -480,7 +480,7 @@ class _Protocol(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether no request is complete that is not answered."""
+        """Whether the server owes no answer: every request that has arrived as a whole is answered."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

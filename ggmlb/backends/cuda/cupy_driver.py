@@ -64,7 +64,7 @@ MEMORY_TYPE, ORDINAL = 2, 9  # CU_POINTER_ATTRIBUTE_
 N_UNITS, INTEGRATED, MAJOR, MINOR, SHARED = 16, 18, 75, 76, 81  # CU_DEVICE_ATTRIBUTE_
 
 PDL_CAPABILITY, PDL_DRIVER = 90, 12030
-"""First compute capability with programmatic dependent launches; first driver that captures them."""
+"""Least compute capability (times ten), and CUDA version of the driver, for dependent launches in graphs."""
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a CUlaunchAttributeID
 

@@ -38,8 +38,8 @@ class OpSpec:
         backward: Rule for the gradient of each operand, by its place in `src`; where there is none, training
             through that operand is an error. Integers need none.
         shard: Rule that gives the sharding of the result from that of the operands.
-        linear: Sets of operands in which the op is linear, with the others fixed: of parts of a sum, such as
-            devices have, it gives parts of the sum's result.
+        linear: Sets of operands (indices) in which the op is linear while the others are constant: applied to
+            the partial sums of devices, it gives partial sums of its result.
     """
 
     op: Op

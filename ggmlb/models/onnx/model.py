@@ -398,7 +398,7 @@ class _Weights:
         return leaf
 
     def place(self, built: OnnxGraph) -> None:
-        """Allocate and fill the leafs made since the last call; those computed for `built` go with it."""
+        """Allocate and fill the leafs made since the last call; constants of `built` are freed with it."""
         passing = ExitStack()
         weakref.finalize(built, passing.close)
         while self._waiting:

@@ -506,7 +506,7 @@ class Engine:
 
 
 def _is_finite(rows: Array) -> bool:
-    """Whether no row of logits has NaN or infinity as its maximum; candidates never have."""
+    """Whether the largest logit of each row is finite; those of candidates always are."""
     return rows.dtype == CANDIDATE or bool(np.isfinite(rows.max(axis=1)).all())
 
 

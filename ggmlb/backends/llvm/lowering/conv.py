@@ -27,9 +27,10 @@ _MACS, _DEPTHWISE, _POOL = 25, 12, 4
 
 
 def _tail_of(group: Group) -> list[tuple[TailStep, Tensor, int, int]] | str:
-    """Return the nodes behind the group's convolution; or why no kernel computes them.
+    """Return the nodes after the group's convolution (its epilogue), or why no kernel computes them.
 
-    Each with its operand and that operand's byte strides of channels and images; or with itself and zeros.
+    Each comes with its other operand, and the operand's byte strides of channels and images; unary functions
+    with themselves and zeros.
     """
     found, result, node = [], group.result, group["conv"]
     shape = _pixels(node), _channels(node)

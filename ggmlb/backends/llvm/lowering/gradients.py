@@ -18,7 +18,7 @@ _CHEAP, _DEAR = 0.1, 0.6
 """Time of an element on one thread [ns]."""
 
 MOST_TIMES = 8
-"""How often single elements of a row are repeated from registers."""
+"""Largest number of repeats of single elements in a row for which the result is shuffled in registers."""
 
 LEAST_COLUMNS = 64
 """Least number of columns in a chunk."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ggmlb.models.text.keys import Keys
 
 MOST_DECAY = 0.606531
-"""Largest logarithm of a channel's decay in a step, exp(-1/2)."""
+"""exp(-1/2): the most that the logarithm of a state's channel decreases by in a step."""
 
 HEAD_EPS, KEY_EPS = 64e-5, 1e-12
 """Added to the variance of a head's outputs; least length of a key."""
